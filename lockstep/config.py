@@ -162,6 +162,11 @@ class EngineConfig(Settings):
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = setting(
         1, "number of GPUs (on a CPU: processes) that hold the model together"
     )
+    audit: bool = setting(
+        False,
+        "compare the row tables of all tensor-parallel ranks every 16 steps",
+        remedy=_ONE,
+    )
     row_buckets: RowBuckets | None = setting(
         None,
         "row counts that steps are padded to; default: chosen for the device",

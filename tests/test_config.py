@@ -63,6 +63,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("kv_offloading_size", "4GX", "numbers from 0 to 1048576"),
     ("snapshot_every", 0, "from 1 to 1048576"),
     ("enable_prefix_caching", "no", "True, False"),
+    ("audit", "no", "True, False"),
     ("skip_tokenizer_init", None, "True, False"),
     ("seed", 1.5, "whole numbers from 0"),
     ("seed", -1, "from 0"),

@@ -7,6 +7,7 @@ replaced while an engine runs.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lockstep.cache.cache import CacheConfig
@@ -26,9 +27,10 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.scheduler import Scheduler
 from lockstep.text.processor import CompletionText
-from lockstep.worker.executor import worker_of
+from lockstep.worker.executor import executor_of, worker_of
 from lockstep.worker.hooks import NO_HOOKS, CheckHooks
 from lockstep.worker.step_observer import StepObserver
+from lockstep.worker.worker import Worker
 
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
 """Sampling parameters for a prompt that is only cached."""
@@ -67,6 +69,13 @@ class Completion:
         )
 
 
+def _set_texts(worker: Worker, texts: list[list[int]]) -> None:
+    """Store texts in a worker's oracle drafter."""
+    drafter = worker.program.drafter
+    assert isinstance(drafter, WatchedDrafter) and isinstance(drafter.inner, OracleDrafter)
+    drafter.inner.set_texts(texts)
+
+
 class CheckEngine:
     """Engine of a check with its text processing."""
 
@@ -87,9 +96,7 @@ class CheckEngine:
 
     def set_texts(self, texts: list[list[int]]) -> None:
         """Store prompts with their outputs in the engine's oracle drafter."""
-        assert self.drafter is not None
-        assert isinstance(self.drafter.inner, OracleDrafter)
-        self.drafter.inner.set_texts(texts)
+        executor_of(self.engine).collective_rpc(partial(_set_texts, texts=texts))
 
     def completions(
         self, name: str, prompt: Sequence[int], params: SamplingParams, priority: int = 0
@@ -176,13 +183,14 @@ class CheckEngine:
 
 def build(model: str | None, settings: dict[str, Any], hooks: CheckHooks = NO_HOOKS) -> CheckEngine:
     """Build an engine with these settings and hooks. Raises what LLM raises."""
-    config = EngineConfig.read(model=model, **settings)
+    config = EngineConfig.read(model=model, **{**settings, "audit": True})
     return CheckEngine(LLM.over(build_engine(config, hooks=hooks)))
 
 
 def build_plain(model: str | None, settings: dict[str, Any]) -> CheckEngine:
-    """Build the engine of plain runs. Raises what LLM raises."""
-    return build(model, settings_with(PLAIN.settings(small_chunks=False), settings))
+    """Build the engine of plain runs, on one rank. Raises what LLM raises."""
+    alone = {**settings, "tensor_parallel_size": 1}
+    return build(model, settings_with(PLAIN.settings(small_chunks=False), alone))
 
 
 @dataclass

@@ -1,23 +1,29 @@
 """Executor: the first rank's worker in the calling process, the other ranks in their own."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from operator import methodcaller
+from typing import Any, Protocol, TypeVar
 
 from lockstep.config import EngineConfig, Plan
 from lockstep.models.loader import LoadResult
 from lockstep.scheduling.grammar import FillMasks, MaskQuery
 from lockstep.scheduling.schedule import Results, Schedule
 from lockstep.spec import passes_of
+from lockstep.worker.audit import compare_ranks
 from lockstep.worker.build import Progress
 from lockstep.worker.device_rates import Rates, rates_of
 from lockstep.worker.hooks import CheckHooks
-from lockstep.worker.rank_process import Collect, Execute, Masks, Probe, read_masks
+from lockstep.worker.rank_process import Call, Collect, Execute, Masks, read_masks
 from lockstep.worker.ranks import NoOtherRanks, OtherRanks, start_ranks
 from lockstep.worker.roofline import StepCosts
 from lockstep.worker.startup import WorkerStartup, smallest_fit
 from lockstep.worker.worker import LaunchedStep, Worker
+
+T = TypeVar("T")
+AUDIT_EVERY = 16
+"""Schedules between two comparisons of the ranks' row tables, with the setting `audit`."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,7 @@ class InProcessExecutor:
     def __init__(self, config: EngineConfig, progress: Progress, hooks: CheckHooks) -> None:
         self.config = config
         self._num_schedules = 0
+        self._audits = config.audit and config.tensor_parallel_size > 1
         self.others = start_ranks(config, hooks)
         try:
             startup = WorkerStartup(config, progress, hooks, self.others.group)
@@ -110,6 +117,8 @@ class InProcessExecutor:
         self.others.send(Execute(self._num_schedules, schedule))
         with self._step():
             steps = self.worker.launch(schedule, self._sharing(fill_masks))
+        if self._audits and self._num_schedules % AUDIT_EVERY == 0:
+            self.collective_rpc(compare_ranks)
         return LaunchedSchedule(self.worker, steps, self.others, self._num_schedules)
 
     def _sharing(self, fill_masks: FillMasks) -> FillMasks:
@@ -135,9 +144,16 @@ class InProcessExecutor:
 
     def probe(self) -> None:
         """Run an empty step and wait for it. Raises what it raises."""
-        self.others.send(Probe())
+        self.collective_rpc(methodcaller("probe"))
+
+    def collective_rpc(self, function: Callable[[Worker], T]) -> T:
+        """Call a function with the worker of every rank; return what it returns on the first one.
+
+        function: one that can be pickled.
+        """
+        self.others.send(Call(function))
         with self._step():
-            self.worker.probe()
+            return function(self.worker)
 
     def device_rates(self) -> Rates | None:
         """Measure how fast the device moves bytes; None where it has no memory left for that."""

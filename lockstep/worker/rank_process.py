@@ -63,8 +63,10 @@ class Collect:
 
 
 @dataclass(frozen=True)
-class Probe:
-    """Message: run an empty step."""
+class Call:
+    """Message: call a function with the worker."""
+
+    function: Callable[[Worker], object]
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Failed:
     details: str
 
 
-Message = Execute | Masks | Collect | Probe | Stop
+Message = Execute | Masks | Collect | Call | Stop
 Report = Joined | Loaded | Ready | Beat | Failed
 
 
@@ -168,8 +170,8 @@ class RankLoop:
                 if number == message.number:
                     worker.collect(launched)
         else:
-            assert isinstance(message, Probe)
-            worker.probe()
+            assert isinstance(message, Call)
+            message.function(worker)
 
     def _receive_masks(self, queries: Sequence[MaskQuery], memory: memoryview) -> frozenset[str]:
         """Copy the first rank's bitmasks: see lockstep.scheduling.grammar.FillMasks."""

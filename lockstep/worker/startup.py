@@ -162,7 +162,7 @@ class WorkerStartup:
         probe_linears(self.build, self.model, plan)
         if self.device == "cuda":
             torch.cuda.empty_cache()  # a probe does not free its copies of weights
-        worker = Worker(plan, self.model, self.draft, program)
+        worker = Worker(plan, self.model, self.draft, program, self.build.group)
         return worker, worker.warm_up(lambda done, of: progress("warming up", done, of))
 
     def _program_of(self, plan: Plan) -> Program:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lockstep.cache.specs import StorageKind
 from lockstep.config import Plan, StepLimits
+from lockstep.kernels.exchange import ALONE, RankGroup
 from lockstep.kernels.stream_copies import copy_to_host
 from lockstep.outputs import Logprob
 from lockstep.scheduling.grammar import FillMasks
@@ -84,13 +85,19 @@ class Worker:
 
     specs: row -> request data of its latest admission. saved: request id -> preempted row in host
     memory. observers: called around every step of a schedule. run_step: runs a step; uncaptured:
-    the same without graphs.
+    the same without graphs. group: of the tensor-parallel ranks.
     """
 
     def __init__(
-        self, plan: Plan, model: nn.Module, draft: nn.Module | None, program: Program
+        self,
+        plan: Plan,
+        model: nn.Module,
+        draft: nn.Module | None,
+        program: Program,
+        group: RankGroup = ALONE,
     ) -> None:
         self.plan = plan
+        self.group = group
         self.model = model
         self.program = program
         self.table = program.table

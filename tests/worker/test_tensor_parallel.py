@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep import LLM
+from lockstep.errors import LockstepError
 from lockstep.sampling_params import StructuredOutputsParams
 from lockstep.worker import executor
+from lockstep.worker.worker import Worker
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer
 from tests.thread_ranks import ThreadRanks
 
@@ -57,7 +60,8 @@ PARAMS = [
 def generate(model: str | None, size: int, settings: dict[str, Any]) -> tuple[list[Any], str]:
     """Return the answers of an engine of `size` ranks, and its fingerprint."""
     folder = {} if model is None else {"model": str(ASSETS / model)}
-    llm = LLM(**folder, tensor_parallel_size=size, max_model_len=256, max_num_seqs=4, **settings)
+    sizes = dict(tensor_parallel_size=size, max_model_len=256, max_num_seqs=4)
+    llm = LLM(**folder, **sizes, audit=True, **settings)
     outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     return [answer(output) for output in outputs], llm.engine.fingerprint
 
@@ -70,3 +74,26 @@ def test_answers_do_not_depend_on_the_number_of_ranks(
     expected = generate(model, 1, settings)
     monkeypatch.setattr(executor, "start_ranks", ThreadRanks)
     assert generate(model, size, settings) == expected
+
+
+@torch.inference_mode()
+def change_drafts(worker: Worker) -> None:
+    """Change the table of the second rank, as a step with other bits would."""
+    if worker.group.index == 1:
+        worker.table.drafts[1:] += 1
+
+
+def test_audit_names_a_rank_with_another_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "start_ranks", ThreadRanks)
+    monkeypatch.setattr(executor, "AUDIT_EVERY", 1)
+    llm = LLM(
+        tensor_parallel_size=2,
+        max_model_len=256,
+        max_num_seqs=4,
+        audit=True,
+        speculative_config=NGRAM,
+    )
+    llm.generate(PROMPTS[0], GREEDY)
+    executor.executor_of(llm.engine).collective_rpc(change_drafts)
+    with pytest.raises(LockstepError, match=r"rank 1 has another row table than rank 0 \(drafts\)"):
+        llm.generate(PROMPTS[0], GREEDY)

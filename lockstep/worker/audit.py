@@ -1,0 +1,39 @@
+"""Comparison of the row tables of all ranks, which compute the same tokens without sending them."""
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import RankError
+from lockstep.worker.worker import Worker
+
+TENSORS = ("tokens", "computed", "folded", "drafts", "page_table", "state_slots")
+"""Tensors of the row table that must be equal on all ranks, in the order of their digests."""
+
+
+@torch.inference_mode()
+def compare_ranks(worker: Worker) -> None:
+    """Compare digests of this rank's row table with those of all ranks. Every rank calls it.
+
+    Raises:
+        RankError: a rank has another table; names the first one and its tensors.
+    """
+    digests = torch.stack([digest(getattr(worker.table, name)) for name in TENSORS])
+    first, *others = worker.group.all_gather(digests).tolist()
+    for rank, other in enumerate(others, 1):
+        if other != first:
+            pairs = zip(TENSORS, first, other, strict=True)
+            names = ", ".join(name for name, a, b in pairs if a != b)
+            raise RankError(
+                f"rank {rank} has another row table than rank 0 ({names}): its steps gave other "
+                "bits. Run `lockstep check` with this tensor_parallel_size, and report this."
+            )
+
+
+def digest(table: Tensor) -> Tensor:
+    """Return a digest [] int64 of the rows after the null row: a sum with odd weights, mod 2^64.
+
+    Padding rows write the null row in any order.
+    """
+    numbers = table[1:].flatten().to(torch.int64)
+    weights = 2 * torch.arange(len(numbers), device=table.device) + 1
+    return (numbers * weights * weights).sum()
