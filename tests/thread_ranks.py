@@ -1,4 +1,4 @@
-"""Ranks as threads of the test's process, which takes no start of processes: see OtherRanks."""
+"""Ranks as threads of the test's process, which takes no start of processes: see PeerRanks."""
 
 import queue
 import threading

@@ -289,7 +289,7 @@ class Linear(nn.Module):
 
     allow_partials = False
     gathers = False
-    """Whether every rank returns the columns of all ranks."""
+    """True if every rank returns the columns of all ranks."""
 
     def __init__(
         self,

@@ -18,8 +18,8 @@ def compare_ranks(worker: Worker) -> None:
         RankError: a rank has another table; names the first one and its tensors.
     """
     digests = torch.stack([digest(getattr(worker.table, name)) for name in TENSORS])
-    first, *others = worker.group.all_gather(digests).tolist()
-    for rank, other in enumerate(others, 1):
+    first, *digests_of_peers = worker.group.all_gather(digests).tolist()
+    for rank, other in enumerate(digests_of_peers, 1):
         if other != first:
             pairs = zip(TENSORS, first, other, strict=True)
             names = ", ".join(name for name, a, b in pairs if a != b)

@@ -16,7 +16,7 @@ from lockstep.worker.build import Progress
 from lockstep.worker.device_rates import Rates, rates_of
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.rank_process import Call, Collect, Execute, Masks, read_masks
-from lockstep.worker.ranks import NoOtherRanks, OtherRanks, start_ranks
+from lockstep.worker.ranks import NoPeerRanks, PeerRanks, start_ranks
 from lockstep.worker.roofline import StepCosts
 from lockstep.worker.startup import WorkerStartup, smallest_fit
 from lockstep.worker.worker import LaunchedStep, Worker
@@ -48,17 +48,17 @@ class LaunchedSchedule:
 
     worker: Worker
     steps: list[LaunchedStep]
-    others: OtherRanks | NoOtherRanks
+    peers: PeerRanks | NoPeerRanks
     number: int
 
     def result(self) -> Results:
         """Wait for the steps and return their results. Raises RankError."""
         try:
             if any(row.hidden is not None for step in self.steps for row in step.rows):
-                self.others.send(Collect(self.number))
+                self.peers.send(Collect(self.number))
             return self.worker.collect(self.steps)
         except RuntimeError as error:
-            raise self.others.cause(error) from error
+            raise self.peers.cause(error) from error
 
 
 class InProcessExecutor:
@@ -73,18 +73,18 @@ class InProcessExecutor:
         self.config = config
         self._num_schedules = 0
         self._audits = config.audit and config.tensor_parallel_size > 1
-        self.others = start_ranks(config, hooks)
+        self.peers = start_ranks(config, hooks)
         try:
-            startup = WorkerStartup(config, progress, hooks, self.others.group)
-            fits = [startup.fit_memory(), *self.others.fits()]
+            startup = WorkerStartup(config, progress, hooks, self.peers.group)
+            fits = [startup.fit_memory(), *self.peers.fits()]
             self.plan = startup.plan(smallest_fit(fits, config))
-            self.others.start(self.plan)
+            self.peers.start(self.plan)
             self.worker, self.step_ms = startup.start(self.plan, progress)
-            self.others.wait_ready()
+            self.peers.wait_ready()
         except BaseException as error:
-            self.others.close()
+            self.peers.close()
             if isinstance(error, RuntimeError):
-                raise self.others.cause(error) from error
+                raise self.peers.cause(error) from error
             raise
         self.checkpoint = startup.checkpoint
         self.loaded = startup.loaded
@@ -114,32 +114,32 @@ class InProcessExecutor:
     def execute(self, schedule: Schedule, fill_masks: FillMasks) -> LaunchedSchedule:
         """Launch a schedule. fill_masks: answers the mask queries of its rows."""
         self._num_schedules += 1
-        self.others.send(Execute(self._num_schedules, schedule))
+        self.peers.send(Execute(self._num_schedules, schedule))
         with self._step():
             steps = self.worker.launch(schedule, self._sharing(fill_masks))
         if self._audits and self._num_schedules % AUDIT_EVERY == 0:
             self.collective_rpc(compare_ranks)
-        return LaunchedSchedule(self.worker, steps, self.others, self._num_schedules)
+        return LaunchedSchedule(self.worker, steps, self.peers, self._num_schedules)
 
     def _sharing(self, fill_masks: FillMasks) -> FillMasks:
         """Return fill_masks so that its answers reach the other ranks too."""
 
         def fill(queries: Sequence[MaskQuery], memory: memoryview) -> frozenset[str]:
             free = fill_masks(queries, memory)
-            self.others.send(Masks(read_masks(queries, memory), free))
+            self.peers.send(Masks(read_masks(queries, memory), free))
             return free
 
         return fill
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        """Give the other ranks up if a step of this one does not come to its end."""
+        """Abandon the peers if a step of this rank raises."""
         try:
             yield
         except RuntimeError as error:
-            raise self.others.cause(error) from error
+            raise self.peers.cause(error) from error
         except BaseException as error:
-            self.others.abandon(f"a step of the first rank ended by {type(error).__name__}")
+            self.peers.abandon(f"a step of the first rank ended by {type(error).__name__}")
             raise
 
     def probe(self) -> None:
@@ -151,7 +151,7 @@ class InProcessExecutor:
 
         function: one that can be pickled.
         """
-        self.others.send(Call(function))
+        self.peers.send(Call(function))
         with self._step():
             return function(self.worker)
 

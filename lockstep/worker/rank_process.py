@@ -110,9 +110,10 @@ Report = Joined | Loaded | Ready | Beat | Failed
 
 @dataclass(frozen=True)
 class RankSettings:
-    """What a rank needs to join its group. index: 1 to size - 1. port: of the first rank's store.
+    """Settings with which a rank joins its group.
 
-    ring: name of the shared memory of the broadcast.
+    index: 1 to size - 1. host, port: of the first rank's store. ring: name of the broadcast's
+    shared memory.
     """
 
     index: int

@@ -64,6 +64,8 @@ class _Processes:
 
     def fail(self, rank: int, why: str) -> None:
         """Record the first failure and kill every rank: exchanges with them then fail too."""
+        if self.closing:
+            return
         if self.failure is None:
             count = len(self.processes) + 1
             self.failure = f"rank {rank} of {count} (tensor_parallel_size) failed: {why}"
@@ -90,28 +92,32 @@ class _Processes:
 
     def read(self, seconds: float) -> list[tuple[int, Report]]:
         """Wait for reports -> (index of the process, report). Records what ends a rank."""
-        found: list[tuple[int, Report]] = []
+        reports: list[tuple[int, Report]] = []
         for connection in wait(self.connections, seconds):
             index = self.connections.index(connection)  # type: ignore[arg-type]
             try:
                 report = self.connections[index].recv()
             except (EOFError, OSError):
                 self.fail(index + 1, self.how_it_ended(index))
-                return found
+                return reports
             if isinstance(report, Failed):
                 self.fail(index + 1, f"{report.error}\n{report.details}".strip())
-                return found
-            found.append((index, report))
-        return found
+                return reports
+            reports.append((index, report))
+        return reports
 
     def watch(self) -> None:
         """Watch ended and silent ranks until one fails or close()."""
-        heard = [time.monotonic()] * len(self.processes)
+        last_report = [time.monotonic()] * len(self.processes)
         while self.failure is None and not self.closing:
-            for index, _ in self.read(WATCH_SECONDS):
-                heard[index] = time.monotonic()
+            try:
+                reports = self.read(WATCH_SECONDS)
+            except (OSError, ValueError):  # close() has closed the connections
+                return
+            for index, _ in reports:
+                last_report[index] = time.monotonic()
             now = time.monotonic()
-            for index, last in enumerate(heard):
+            for index, last in enumerate(last_report):
                 if now - last > SILENT_SECONDS and not self.closing:
                     why = f"it has not answered for {now - last:.0f} s"
                     self.fail(index + 1, why)
@@ -132,7 +138,7 @@ class _Processes:
         self.broadcaster.close()
 
 
-class OtherRanks:
+class PeerRanks:
     """Ranks 1 to size - 1 of a model, one process each. `group` joins this process to them.
 
     Call order: the constructor starts them, fits() waits until they are loaded, start() until they
@@ -211,7 +217,7 @@ class OtherRanks:
             raise self.cause(error) from error
 
     def cause(self, error: Exception) -> Exception:
-        """Return the RankError behind an error of an exchange, or the error itself.
+        """Return the RankError that caused an error of an exchange, else the error itself.
 
         From then on the ranks count as failed: they are not in the same state any more.
         """
@@ -231,8 +237,8 @@ class OtherRanks:
         self._finalizer()
 
 
-class NoOtherRanks:
-    """The other ranks of a model on one rank: none. See OtherRanks."""
+class NoPeerRanks:
+    """The other ranks of a model on one rank: none. See PeerRanks."""
 
     group: RankGroup = ALONE
 
@@ -253,9 +259,9 @@ class NoOtherRanks:
     def close(self) -> None: ...
 
 
-def start_ranks(config: EngineConfig, hooks: CheckHooks) -> OtherRanks | NoOtherRanks:
+def start_ranks(config: EngineConfig, hooks: CheckHooks) -> PeerRanks | NoPeerRanks:
     """Start the other ranks of a model."""
-    return NoOtherRanks() if config.tensor_parallel_size == 1 else OtherRanks(config, hooks)
+    return NoPeerRanks() if config.tensor_parallel_size == 1 else PeerRanks(config, hooks)
 
 
 def _check_devices(device: str, size: int) -> None:

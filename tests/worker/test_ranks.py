@@ -28,8 +28,8 @@ SHARED_MEMORY = Path("/dev/shm")
 
 def processes(llm: LLM) -> list[multiprocessing.process.BaseProcess]:
     """Return the processes of the other ranks."""
-    others = executor_of(llm.engine).others
-    assert isinstance(others, ranks.OtherRanks)
+    others = executor_of(llm.engine).peers
+    assert isinstance(others, ranks.PeerRanks)
     return list(others._running.processes)
 
 
@@ -106,5 +106,5 @@ def test_sizes_that_do_not_divide_the_heads_are_refused(memory_files: None) -> N
 def test_the_end_of_an_engine_ends_its_ranks(memory_files: None) -> None:
     llm = make_engine(None, tensor_parallel_size=2)
     found = processes(llm)
-    executor_of(llm.engine).others.close()
+    executor_of(llm.engine).peers.close()
     assert [process.exitcode for process in found] == [0]

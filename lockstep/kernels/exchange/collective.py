@@ -10,8 +10,8 @@ def _serves(device: str) -> Any:
     """Return the `supports` of a backend for one kind of device."""
 
     def supports(**traits: Any) -> str | None:
-        found = str(traits.get("device", "cpu")).partition(":")[0]
-        return None if found == device else f"it serves {device}, this is {found}"
+        kind = str(traits.get("device", "cpu")).partition(":")[0]
+        return None if kind == device else f"it serves {device}, this is {kind}"
 
     return supports
 

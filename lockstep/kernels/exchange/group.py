@@ -80,11 +80,11 @@ class GlooGroup:
 
     def all_gather(self, local: Tensor) -> Tensor:
         """See RankGroup."""
-        whole = local.new_empty(self.size, *local.shape)
+        gathered = local.new_empty(self.size, *local.shape)
         # As bytes: gloo does not know every dtype.
-        parts = list(whole.view(self.size, -1).view(torch.uint8).unbind(0))
+        parts = list(gathered.view(self.size, -1).view(torch.uint8).unbind(0))
         self._group.allgather([parts], [local.contiguous().view(-1).view(torch.uint8)]).wait()
-        return whole
+        return gathered
 
     def close(self) -> None:
         """See RankGroup. Connections end with the processes of the other ranks."""
@@ -102,9 +102,9 @@ class NcclGroup:
 
     def all_gather(self, local: Tensor) -> Tensor:
         """See RankGroup."""
-        whole = local.new_empty(self.size, *local.shape)
-        self._group._allgather_base(whole, local.contiguous()).wait()
-        return whole
+        gathered = local.new_empty(self.size, *local.shape)
+        self._group._allgather_base(gathered, local.contiguous()).wait()
+        return gathered
 
     def close(self) -> None:
         """See RankGroup. Without an abort, NCCL waits for graphs that hold its kernels."""
