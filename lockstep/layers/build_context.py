@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lockstep.kernels import Op
 from lockstep.kernels.exchange import ALONE, Gather, RankGroup, all_columns, exchange
@@ -16,8 +17,8 @@ from lockstep.kernels.linear import draft_linear
 from lockstep.kernels.linear.probe import Probed
 from lockstep.layers.kv_format import LayerKVFormats
 from lockstep.layers.memory_budget import MemoryBudget
-from lockstep.layers.sharding import Columns, Rank, count_columns
-from lockstep.quantization import CheckpointLinear, Layout, TensorInfo, WeightFormat
+from lockstep.layers.sharding import Columns, Rank, Shard, count_columns
+from lockstep.quantization import CheckpointLinear, Layout, Ranges, TensorInfo, WeightFormat
 
 
 @dataclass
@@ -49,7 +50,8 @@ class BuildContext:
     checkpoint may have. weight_format: None for plain weights. arch: architecture of a GPU
     that is not present, such as 86; None for the device's. kv: KV cache format of each layer.
     state_dtype: dtype of recurrent state between steps. rank: this process in the tensor-parallel
-    group; group: how it reaches the other ranks.
+    group; group: how it reaches the other ranks. shards: of the parameters that are cut across
+    ranks, by their id().
     """
 
     device: str
@@ -69,6 +71,7 @@ class BuildContext:
     state_dtype: torch.dtype = torch.float32
     rank: Rank = Rank()
     group: RankGroup = ALONE
+    shards: dict[int, Shard] = field(default_factory=dict)
     choices: list[BackendChoice] = field(default_factory=list)
     probed: dict[tuple[int, int, torch.dtype], Probed] = field(default_factory=dict)
     memory_budget: MemoryBudget = field(init=False)
@@ -154,6 +157,11 @@ class BuildContext:
         ranks = (Rank(index, self.rank.size) for index in range(self.rank.size))
         widths = tuple(count_columns(columns, rank) for rank in ranks)
         return partial(self.op(exchange, ranks=self.rank.size), widths=widths, group=self.group)
+
+    def cut(self, parameter: Tensor | None, ranges: Ranges, total: int, axis: int = 0) -> None:
+        """Record which slice of the whole parameter this one is. ranges: () for all of it."""
+        if parameter is not None and ranges:
+            self.shards[id(parameter)] = Shard(axis, ranges, total)
 
     def linear_op(self, op: Op, n: int, k: int, quantized: str = "") -> Callable[..., Any]:
         """Return the kernel of a weight [n, k]: canonical, or the fastest for a drafter.

@@ -94,6 +94,10 @@ class GatedDeltaNet(nn.Module):
         self.conv = nn.Parameter(taps.permute(2, 1, 0), requires_grad=False)
         self.a_log = build.empty(value_heads, dtype=torch.float32)
         self.dt_bias = build.empty(value_heads, dtype=torch.float32)
+        conv = self.conv_columns
+        build.cut(self.conv, conv.ranges(build.rank), conv.total)
+        for parameter in (self.a_log, self.dt_bias):
+            build.cut(parameter, self.head_columns.ranges(build.rank), self.head_columns.total)
         self.norm = GatedRMSNorm(build, value_dim, eps)
         self.out = ResidualLinear(build, value_columns, {"out_proj": Columns.of(hidden)})
         traits = dict(key_dim=key_dim, value_dim=value_dim, key_heads=key_heads, kernel=kernel)

@@ -47,10 +47,14 @@ class AbsorbedHeads(nn.Module):
         self.rotation = rotation
         self.widths = (plain, value)
         columns = Columns.heads(heads, plain + value)
+        total_heads = heads
         heads = len(build.rank.heads(heads))
         self.dtype = build.dtype
         self.keys = build.matrices(heads, latent, plain)
         self.values = build.matrices(heads, value, latent)
+        owned = Columns.heads(total_heads).ranges(build.rank)
+        build.cut(self.keys, owned, total_heads)
+        build.cut(self.values, owned, total_heads)
         self.weight_format = build.weight_format
         self.read = build.module("kv_b_proj", columns, latent)
         layout = build.layout(self.read)

@@ -17,7 +17,7 @@ from lockstep.kernels.linear import choose_split_k, linear
 from lockstep.kernels.linear.prepacked import PrepackedWeight
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.sharding import Columns, Rank, row_sink
-from lockstep.quantization import CheckpointLinear, Layout, WeightFormat, WeightSink
+from lockstep.quantization import CheckpointLinear, Layout, Ranges, WeightFormat, WeightSink
 
 PROBED_LAYERS = 4
 """Layers of one shape whose weights a cuBLAS probe cycles through, to exceed a GPU's cache."""
@@ -329,6 +329,12 @@ class Linear(nn.Module):
         self.orders = {name: order() for name, order in (orders or {}).items()}
         self.gemm_begins = tuple(accumulate((gemm.shape[0] for gemm in gemms), initial=0))
         self.bias = build.empty(sum(self.outputs)) if bias else None
+        build.cut(self.bias, *_joined_ranges(self.reads))
+        for gemm, (first, last) in zip(gemms, pairwise(self.gemm_begins), strict=True):
+            begins = accumulate(self.outputs, initial=0)
+            pairs = zip(begins, self.reads, strict=False)
+            reads = [module for begin, module in pairs if first <= begin < last]
+            build.cut(gemm.weight, *_joined_ranges(reads))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.gather_outputs(self._columns_from(self.gather_inputs(x), 0))
@@ -408,6 +414,17 @@ class Linear(nn.Module):
         return slice(begin, begin + self.outputs[index])
 
 
+def _joined_ranges(modules: Sequence[CheckpointLinear]) -> tuple[Ranges, int]:
+    """Return (this rank's ranges, columns) of fused linear layers; no ranges if none is cut."""
+    ranges: list[tuple[int, int]] = []
+    offset = 0
+    for module in modules:
+        own = module.ranges or ((0, module.whole_outputs),)
+        ranges += [(offset + begin, offset + end) for begin, end in own]
+        offset += module.whole_outputs
+    return (tuple(ranges) if any(module.ranges for module in modules) else (), offset)
+
+
 class PartialLinear(Linear):
     """x [T, K] -> [T, N], or split-K partials [P, T, N] fp32 that the consumer adds.
 
@@ -467,6 +484,7 @@ class Embedding(nn.Module):
         self.rank = build.rank
         self.shard = VocabularyShard(build, vocab)
         self.weight = build.matrix(len(self.shard.tokens), hidden)
+        build.cut(self.weight, self.columns.ranges(build.rank), vocab)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.shard.lookup(ids, lambda local: self.weight[local])
@@ -499,6 +517,8 @@ class Head(Gemm):
         groups = [(layout, self.module.outputs)]
         total = self.module.whole_outputs
         super().__init__(build, hidden, groups, existing=existing, total=total)
+        if existing is None:
+            build.cut(self.weight, self.module.ranges, total)
         self.shard: VocabularyShard | None = None
         self.gather_logits: Gather = all_columns
         if isinstance(vocab, Columns):

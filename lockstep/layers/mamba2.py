@@ -74,6 +74,12 @@ class Mamba2(nn.Module):
         self.dt_bias = build.empty(heads, dtype=torch.float32)
         self.d = build.empty(heads, dtype=torch.float32)
         self.norm = GatedGroupNorm(build, groups, inner // groups, eps)
+        conv = self.conv_columns
+        for parameter in (self.conv, self.conv_bias):
+            build.cut(parameter, conv.ranges(build.rank), conv.total)
+        for parameter in (self.a_log, self.dt_bias, self.d):
+            build.cut(parameter, self.head_columns.ranges(build.rank), self.head_columns.total)
+        build.cut(self.norm.weight, self.inner_columns.ranges(build.rank), self.inner_columns.total)
         outputs = {"out_proj": Columns.of(hidden)}
         self.out = ResidualLinear(build, self.inner_columns, outputs, bias=bias)
         traits = dict(heads=heads, head_dim=head_dim, groups=groups, state_dim=state_dim)

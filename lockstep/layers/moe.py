@@ -108,6 +108,7 @@ class ExpertWeight(Weight):
         self.reads = [_describe_expert(build, name, n, inputs, info) for name, n in modules]
         layout = _common_layout(build, self.reads)
         super().__init__(build, inputs, [(layout, experts * self.rows)])
+        build.cut(self.weight, self.ranges, self.whole_rows, axis=1)
 
     def _allocate(self, build: BuildContext) -> nn.Parameter:
         return build.matrices(self.experts, self.rows, self.shape[1])

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
+import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError, choice_error
@@ -153,6 +154,26 @@ def count_columns(columns: int | Columns, rank: Rank) -> int:
         return columns
     ranges = columns.ranges(rank)
     return sum(end - begin for begin, end in ranges) if ranges else columns.total
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Slice of a parameter that a rank stores: `ranges` out of `total` entries of `axis`."""
+
+    axis: int
+    ranges: Ranges
+    total: int
+
+    def shape_of_whole(self, parameter: Tensor) -> tuple[int, ...]:
+        """Return the shape of the whole parameter."""
+        shape = list(parameter.shape)
+        shape[self.axis] = self.total
+        return tuple(shape)
+
+    def narrow(self, whole: Tensor) -> Tensor:
+        """Return the rank's slice of the whole parameter."""
+        parts = [whole.narrow(self.axis, begin, end - begin) for begin, end in self.ranges]
+        return torch.cat(parts, self.axis)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from lockstep.kernels.upload import upload
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Embedding, Target
 from lockstep.layers.norm import GatedGroupNorm, GatedRMSNorm, Norm
-from lockstep.layers.sharding import WeightSpec
+from lockstep.layers.sharding import Shard, WeightSpec
 from lockstep.models import architecture, draft_prefix
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.config_reader import ConfigReader
@@ -191,8 +191,18 @@ def finish(*roots: nn.Module) -> None:
                 layer.finish()
 
 
-def fill_dummy(model: nn.Module, draft: nn.Module | None, seed: int) -> None:
-    """Fill weights with random values at the scale of trained ones, equal for equal seeds."""
+def fill_dummy(
+    model: nn.Module,
+    draft: nn.Module | None,
+    seed: int,
+    shards: Mapping[int, Shard] | None = None,
+) -> None:
+    """Fill weights with random values at the scale of trained ones, equal for equal seeds.
+
+    shards: of the parameters that are cut across ranks, by their id(). Such a parameter gets its
+    slice of the whole parameter's values, so that the weights do not depend on the number of ranks.
+    Quantized weights, and projections that are reordered after loading, do depend on it.
+    """
     modules = [model] if draft is None else [model, draft]
     parameters = {id(p): p for m in modules for p in m.parameters()}
     kinds = Norm | GatedRMSNorm | GatedGroupNorm
@@ -201,12 +211,15 @@ def fill_dummy(model: nn.Module, draft: nn.Module | None, seed: int) -> None:
     centres = {id(norm.weight): 1.0 - norm.offset for norm in norms}
     for index, parameter in enumerate(parameters.values()):
         generator = torch.Generator(parameter.device).manual_seed(seed * 100003 + index)
+        shard = (shards or {}).get(id(parameter))
+        values = parameter.data if shard is None else _like(parameter, shard)
         if parameter.dim() == 1:
-            parameter.data.uniform_(-0.2, 0.2, generator=generator)
-            parameter.data.add_(centres.get(id(parameter), 0.0))
+            values.uniform_(-0.2, 0.2, generator=generator)
+            values.add_(centres.get(id(parameter), 0.0))
         else:
-            scale = 0.7 * parameter.shape[-1] ** -0.5
-            parameter.data.normal_(0.0, scale, generator=generator)
+            values.normal_(0.0, 0.7 * parameter.shape[-1] ** -0.5, generator=generator)
+        if shard is not None:
+            parameter.data.copy_(shard.narrow(values))
     layers = [layer for m in modules for layer in m.modules()]
     quantized = [part for layer in layers for part in getattr(layer, "quantized_parts", ())]
     for index, weight in enumerate(quantized):
@@ -214,6 +227,14 @@ def fill_dummy(model: nn.Module, draft: nn.Module | None, seed: int) -> None:
         generator = torch.Generator(weight.device).manual_seed(seed * 100003 - 1 - index)
         weight.fill_dummy(generator)
     finish(*modules)
+
+
+def _like(parameter: Tensor, shard: Shard) -> Tensor:
+    """Return an unfilled whole parameter with the storage order of this slice of it."""
+    order = sorted(range(parameter.dim()), key=lambda axis: -parameter.stride(axis))
+    shape = shard.shape_of_whole(parameter)
+    stored = parameter.new_empty([shape[axis] for axis in order])
+    return stored.permute([order.index(axis) for axis in range(parameter.dim())])
 
 
 def _ignored(

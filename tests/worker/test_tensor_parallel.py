@@ -97,3 +97,13 @@ def test_audit_names_a_rank_with_another_table(monkeypatch: pytest.MonkeyPatch) 
     executor.executor_of(llm.engine).collective_rpc(change_drafts)
     with pytest.raises(LockstepError, match=r"rank 1 has another row table than rank 0 \(drafts\)"):
         llm.generate(PROMPTS[0], GREEDY)
+
+
+@pytest.mark.parametrize("name", ["moe", "nemotron_h", "deepseek_v3"])
+def test_dummy_weights_do_not_depend_on_the_number_of_ranks(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"load_format": "dummy", "speculative_config": NGRAM}
+    expected = generate(name, 1, settings)
+    monkeypatch.setattr(executor, "start_ranks", ThreadRanks)
+    assert generate(name, 2, settings) == expected
