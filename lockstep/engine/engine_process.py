@@ -3,7 +3,6 @@
 import contextlib
 import os
 import pickle
-import signal
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+from lockstep.child_processes import ignore_signals
 from lockstep.engine.compile_limiter import CompileLimiter
 from lockstep.engine.engine import Engine
 from lockstep.engine.engine_loop import Delivery, EngineLoop, keep_from_collection
@@ -36,8 +36,6 @@ from lockstep.scheduling.request import Request
 
 HEARTBEAT_SECONDS = 0.25
 """Interval between two heartbeats."""
-IGNORED_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
-"""Signals that terminals and supervisors send to a whole process group: only the server reacts."""
 
 STEPS_NICENESS = 5
 """Niceness added to threads whose steps run on the CPU."""
@@ -202,8 +200,6 @@ def run_engine(connection: Connection, make: MakeEngine) -> None:
     from lockstep.kernels.compiler_signals import reclaim_signal_handlers
 
     reclaim_signal_handlers()
-    for number in IGNORED_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+    ignore_signals()
     _Host(connection).run(make)
     os._exit(0)  # shutting the interpreter down takes seconds and frees nothing that matters

@@ -1,6 +1,5 @@
 """Transport to an engine in a separate process, which is watched and restarted when lost."""
 
-import contextlib
 import logging
 import queue
 import signal
@@ -9,13 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from multiprocessing import get_context, resource_tracker
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
+from lockstep.child_processes import blocked_signals
 from lockstep.engine.async_engine import SHUT_DOWN, Receiver
 from lockstep.engine.engine_process import (
     HEARTBEAT_SECONDS,
-    IGNORED_SIGNALS,
     MakeEngine,
     run_engine,
 )
@@ -62,7 +61,7 @@ class _Child:
             target=run_engine, args=(theirs, make), name="lockstep-engine"
         )
         try:
-            with _blocked_signals():
+            with blocked_signals():
                 self.process.start()
         except BaseException:  # an interrupt that waited for the start to be over
             if self.process.pid is not None:
@@ -93,17 +92,6 @@ class _Child:
         if code < 0:
             return f"its process was ended by {signal.Signals(-code).name}"
         return f"its process ended with status {code}"
-
-
-@contextlib.contextmanager
-def _blocked_signals() -> Iterator[None]:
-    """Block signals in child processes started inside, until they install their handlers."""
-    resource_tracker.ensure_running()  # multiprocessing starts it first, and unblocks them then
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Outbox:

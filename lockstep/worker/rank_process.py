@@ -1,7 +1,6 @@
 """Process of a rank after the first: it executes what the first rank's process broadcasts."""
 
 import os
-import signal
 import threading
 import traceback
 from collections import deque
@@ -14,8 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.child_processes import ignore_signals
 from lockstep.config import EngineConfig, Plan
 from lockstep.errors import LockstepError
+from lockstep.kernels.compiler_signals import reclaim_signal_handlers
 from lockstep.kernels.exchange import RankGroup
 from lockstep.kernels.exchange.group import GlooGroup, NcclGroup
 from lockstep.scheduling.grammar import MaskQuery
@@ -32,8 +33,6 @@ EXCHANGE_SECONDS = 600.0
 """Seconds after which an exchange without an answer is an error: loading a checkpoint takes minutes
 on one rank and less on another. A rank that ends or stops is noticed much earlier (ranks.py).
 """
-IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""Signals that terminals and supervisors send to a whole process group: only the first reacts."""
 
 
 @dataclass(frozen=True)
@@ -237,9 +236,8 @@ def run_rank(
 
     connection: for reports. pipe: of the broadcast.
     """
-    for number in IGNORED_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+    reclaim_signal_handlers()
+    ignore_signals()
     receiver = Receiver(settings.ring, settings.index - 1, settings.size - 1, pipe)
     reporter = _Reporter(connection)
     torch.set_num_threads(max(1, torch.get_num_threads() // settings.size))

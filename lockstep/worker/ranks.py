@@ -7,11 +7,12 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing import get_context, resource_tracker
+from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from lockstep.child_processes import blocked_signals
 from lockstep.config import EngineConfig, Plan
 from lockstep.errors import ConfigError, RankError
 from lockstep.kernels.exchange import ALONE, RankGroup
@@ -19,7 +20,6 @@ from lockstep.worker.broadcast import Broadcaster
 from lockstep.worker.build import pick_device
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.rank_process import (
-    IGNORED_SIGNALS,
     Beat,
     Failed,
     Joined,
@@ -275,14 +275,3 @@ def _check_devices(device: str, size: int) -> None:
             f"{torch.cuda.device_count()}, the number of visible GPUs. Lower it, or make more GPUs "
             "visible (CUDA_VISIBLE_DEVICES)."
         )
-
-
-@contextlib.contextmanager
-def blocked_signals() -> Any:
-    """Block signals in child processes started inside, until they ignore them."""
-    resource_tracker.ensure_running()  # multiprocessing starts it first, and unblocks them then
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,27 @@
+"""Signals of child processes: only the first process of a group reacts to them."""
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+
+IGNORED_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
+"""Signals that terminals and supervisors send to a whole process group."""
+
+
+@contextlib.contextmanager
+def blocked_signals() -> Iterator[None]:
+    """Block signals in child processes started inside, until these call ignore_signals()."""
+    resource_tracker.ensure_running()  # multiprocessing starts it first, and unblocks them then
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_signals() -> None:
+    """Ignore the signals in this process."""
+    for number in IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
