@@ -16,7 +16,7 @@ from lockstep.cache.host_tier import PAGES, SLOTS
 from lockstep.engine.executor import Executor, PendingResults
 from lockstep.engine.scheduler_factory import cache_config, make_scheduler
 from lockstep.engine.stats import DecodeStep, Stats
-from lockstep.errors import EngineDeadError, RequestError
+from lockstep.errors import EngineDeadError, LockstepError, RequestError
 from lockstep.scheduling.draft_length import DraftLengthPolicy
 from lockstep.scheduling.request import Request, check_ids
 from lockstep.scheduling.schedule import Schedule
@@ -273,8 +273,10 @@ class Engine:
             self.scheduler.cache.check()
             self.executor.probe()
         except Exception as error:
+            # Other errors may tell clients what only the operator should read.
+            cause = f": {error}" if isinstance(error, LockstepError) else ""
             raise EngineDeadError(
-                f"a step failed, and so did an empty one after it: {error}"
+                f"a step failed, and so did an empty one after it{cause}"
             ) from error
         ended = [request for request in failed if request is not None]
         for request in ended:

@@ -117,7 +117,7 @@ def test_draft_module_is_read_once_per_draft(tiny: Path) -> None:
         model = sketch(tiny, torch.bfloat16, read({**MTP, "num_speculative_tokens": k}))
         floors.append(step_floor(model, rows=2, context=100).drafts)
     one, three = floors
-    for name in ("GatedMLP", "Attention", "Head", "Linear", "KV read"):
+    for name in ("GatedMLP", "Attention", "Head", "GatheredLinear", "KV read"):
         assert part(three, name).bytes == 3 * part(one, name).bytes > 0
 
 

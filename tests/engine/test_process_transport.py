@@ -278,13 +278,13 @@ def test_request_is_requeued_once() -> None:
         transport.receiver.deliver([("begun", one), ("nobody", one)])
         client.abort("gone")
         assert transport.sent == ["begun", "waits", "gone", "late", "abort gone"]
-        assert transport.lose() == 1
+        assert transport.lose_engine() == 1
         assert transport.sent == ["waits", "late"], "in their order, and what was aborted not"
         begun = await read(streams["begun"])
         assert [u.finish_reason for u in begun] == [None, "error"]
         assert begun[-1].metrics.num_steps == 3
         client.stream(make_request("new"))
-        assert transport.lose() == 2
+        assert transport.lose_engine() == 2
         assert transport.sent == ["new"]
         assert (await read(streams["waits"]))[-1].error == ENGINE_RESTARTED
 

@@ -91,7 +91,7 @@ def stalling(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Yield the requests for the file of a stalling hub, with short client timeouts."""
     seen: list[str] = []
     finished = threading.Event()
-    handler = type("Handler", (Stalling,), {"seen": seen, "over": finished})
+    handler = type("Handler", (Stalling,), {"seen": seen, "finished": finished})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     endpoint = f"http://127.0.0.1:{server.server_port}"

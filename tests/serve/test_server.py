@@ -102,7 +102,7 @@ def test_api_keys_from_file(tmp_path: Path):
     file.write_text("one\n\n two \n")
     assert _access_rules(("*",), ["zero"], str(file), 8.0).keys == ("zero", "one", "two")
     file.write_text("\n")
-    with pytest.raises(ConfigError, match="holds no key"):
+    with pytest.raises(ConfigError, match="has no key"):
         _access_rules(("*",), None, str(file), 8.0)
 
 

@@ -11,6 +11,7 @@ from lockstep.config import EngineConfig
 from lockstep.errors import CapacityError
 from lockstep.kernels.architecture import architecture_by_name
 from lockstep.kernels.backends import load as load_backends
+from lockstep.kernels.exchange import ALONE
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.worker import startup
 from lockstep.worker.build import step_limits
@@ -42,7 +43,7 @@ def plan_of(folder: Path, **settings: Any) -> Planned:
     checkpoint = Checkpoint.read(folder, None)
     limits = step_limits(config, checkpoint, "cuda", None, assumed_numerics="sm_86")
     load_backends()
-    return plan_memory(config, checkpoint, limits, None)
+    return plan_memory(config, checkpoint, limits, None, ALONE)
 
 
 def test_other_processes_and_utilization_bound_available_memory(gpu: Any, tmp_path: Path) -> None:
@@ -76,7 +77,7 @@ def fitting(monkeypatch: pytest.MonkeyPatch, surprise: int, **typed: int) -> Mea
     monkeypatch.setattr(MeasuredFitting, "surprise", surprise)
     cost = SimpleNamespace(page=costs.page, slot=costs.slot)
     monkeypatch.setattr(startup.memory, "cache_bytes", lambda _: cost)
-    build: Any = SimpleNamespace(choices=["kept"])
+    build: Any = SimpleNamespace(choices=["kept"], group=ALONE)
 
     def make_program(limits: Any) -> Any:
         build.choices.append(limits.max_num_seqs)
