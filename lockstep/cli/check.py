@@ -31,6 +31,7 @@ SHARED = (
     "hf_overrides",
     "kv_cache_dtype",
     "kv_cache_dtype_skip_layers",
+    "tensor_parallel_size",
     "mamba_ssm_cache_dtype",
     "skip_tokenizer_init",
     "speculative_config",

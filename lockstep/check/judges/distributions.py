@@ -9,6 +9,7 @@ figures.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,9 @@ from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import RowSpec
-from lockstep.worker.executor import worker_of
+from lockstep.worker.executor import executor_of
 from lockstep.worker.rows import write_row
+from lockstep.worker.worker import Worker
 
 Floats = NDArray[np.float64]
 Tokens = NDArray[np.int64]
@@ -181,35 +183,44 @@ class EngineSampler:
             requests += self.llm.processor.requests(f"draw-{first}", prompt, params_of_batch)
         return requests
 
-    @one_thread()
-    @torch.inference_mode()
     def sample(self, requests: Sequence[Request], window: int, position_offset: int = 0) -> Tokens:
         """Return tokens [requests, window] sampled after 0 .. window - 1 drafts.
 
         position_offset: added to the positions, so that the same seeds give other noise.
         """
-        runner = worker_of(self.llm.engine)
-        context = self.context
-        table = runner.table
-        device = runner.plan.device
-        context_len = len(context.prompt) + len(context.output)
-        drafts = torch.tensor(context.drafts[: window - 1], dtype=torch.int64, device=device)
-        answer = torch.tensor(context.output, dtype=torch.int64, device=device)
-        sampled = []
-        for first in range(0, len(requests), ROWS):
-            batch = requests[first : first + ROWS]
-            for row, request in enumerate(batch, 1):
-                write_row(table, row, RowSpec.of(request), 0)
-                table.tokens[row, len(context.prompt) : context_len] = answer
-                table.tokens[row, context_len : context_len + window - 1] = drafts
-                table.sampling.counts[row].index_add_(0, answer, torch.ones_like(answer).int())
-            rows = torch.arange(1, len(batch) + 1, device=device)
-            positions = context_len + position_offset + torch.arange(window, device=device)
-            logits = context.raw_logits.to(device).expand(len(batch), window, -1).contiguous()
-            positions = positions.expand(len(batch), -1).contiguous()
-            draft_rows = drafts.expand(len(batch), -1).contiguous()
-            sampled.append(runner.program.sampler.sample(logits, positions, draft_rows, rows).cpu())
-        return torch.cat(sampled).numpy()
+        rows = [RowSpec.of(request) for request in requests]
+        sample = partial(
+            sample_rows, rows=rows, window=window, offset=position_offset, context=self.context
+        )
+        return executor_of(self.llm.engine).collective_rpc(sample)
+
+
+@one_thread()
+@torch.inference_mode()
+def sample_rows(
+    runner: Worker, rows: Sequence[RowSpec], window: int, offset: int, context: SamplingContext
+) -> Tokens:
+    """Return tokens [rows, window] that one rank's sampler samples in a context."""
+    table = runner.table
+    device = runner.plan.device
+    context_len = len(context.prompt) + len(context.output)
+    drafts = torch.tensor(context.drafts[: window - 1], dtype=torch.int64, device=device)
+    answer = torch.tensor(context.output, dtype=torch.int64, device=device)
+    sampled = []
+    for first in range(0, len(rows), ROWS):
+        batch = rows[first : first + ROWS]
+        for row, spec in enumerate(batch, 1):
+            write_row(table, row, spec, 0)
+            table.tokens[row, len(context.prompt) : context_len] = answer
+            table.tokens[row, context_len : context_len + window - 1] = drafts
+            table.sampling.counts[row].index_add_(0, answer, torch.ones_like(answer).int())
+        row_ids = torch.arange(1, len(batch) + 1, device=device)
+        positions = context_len + offset + torch.arange(window, device=device)
+        logits = context.raw_logits.to(device).expand(len(batch), window, -1).contiguous()
+        positions = positions.expand(len(batch), -1).contiguous()
+        draft_rows = drafts.expand(len(batch), -1).contiguous()
+        sampled.append(runner.program.sampler.sample(logits, positions, draft_rows, row_ids).cpu())
+    return torch.cat(sampled).numpy()
 
 
 def p_value(statistic: float, degrees: int) -> float:

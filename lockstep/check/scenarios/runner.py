@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from lockstep.engine.engine import Engine
 from lockstep.engine.scheduler_factory import cache_config
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.worker import memory
-from lockstep.worker.executor import worker_of
+from lockstep.worker.executor import executor_of, worker_of
+from lockstep.worker.worker import Worker
 
 MAX_STEPS = 3000
 """Maximum steps of a scenario; one that takes longer is a failure."""
@@ -116,8 +118,7 @@ class ScenarioRunner:
             max_num_seqs=limits.rows,
         )
         self.engine.reset(cache, CheckedScheduler, **options)
-        transfers = worker_of(engine).transfers
-        transfers.host = memory.host_memory(host_pages, plan.page_bytes, plan.device)
+        executor_of(engine).collective_rpc(partial(_resize_host_memory, host_pages=host_pages))
         poison_memory(engine, scenario.poison_seed)
 
     def _drive(self, scenario: Scenario, events: Counter[str]) -> list[list[Completion]]:
@@ -195,14 +196,24 @@ def _apply_schedule(
             events["completions aborted in host memory"] += in_host_memory
 
 
-@torch.inference_mode()
 def poison_memory(engine: Engine, seed: int) -> None:
     """Fill the memory of rows, pages and states with random values, except for the null row.
 
     Memory that was never written must not influence an output.
     """
+    executor_of(engine).collective_rpc(partial(_poison, seed=seed))
+
+
+def _resize_host_memory(runner: Worker, host_pages: int) -> None:
+    """Replace the host memory of one rank's worker by one of this many pages."""
+    plan = runner.plan
+    runner.transfers.host = memory.host_memory(host_pages, plan.page_bytes, plan.device)
+
+
+@torch.inference_mode()
+def _poison(runner: Worker, seed: int) -> None:
+    """Fill the memory of one rank's worker; the row tables of all ranks get the same values."""
     generator = torch.Generator().manual_seed(seed)
-    runner = worker_of(engine)
     table = runner.table
 
     def random_values(tensor: Tensor) -> Any:
