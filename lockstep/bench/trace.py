@@ -168,7 +168,7 @@ def _wrapped(owner: Any, name: str, label: str) -> Iterator[None]:
 
 @contextmanager
 def _hooked(module: nn.Module, name: str) -> Iterator[None]:
-    """Wrap a module's calls and its ops in named ranges in the context.
+    """Record a module's calls and its ops as named ranges of the profiler.
 
     An op has a name of its own if the module has submodules, else the name of the module.
     """

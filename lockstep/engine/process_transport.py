@@ -95,7 +95,7 @@ class _Child:
 
 
 class _Outbox:
-    """Thread that sends commands in order and drops them once nobody reads them."""
+    """Thread that sends commands in order, and drops them once the engine has ended."""
 
     def __init__(
         self, connection: Connection, messages: "queue.SimpleQueue[Command | None]"

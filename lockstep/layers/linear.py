@@ -419,8 +419,8 @@ def _joined_ranges(modules: Sequence[CheckpointLinear]) -> tuple[Ranges, int]:
     ranges: list[tuple[int, int]] = []
     offset = 0
     for module in modules:
-        own = module.ranges or ((0, module.whole_outputs),)
-        ranges += [(offset + begin, offset + end) for begin, end in own]
+        stored = module.ranges or ((0, module.whole_outputs),)
+        ranges += [(offset + begin, offset + end) for begin, end in stored]
         offset += module.whole_outputs
     return (tuple(ranges) if any(module.ranges for module in modules) else (), offset)
 

@@ -170,9 +170,9 @@ class Shard:
         shape[self.axis] = self.total
         return tuple(shape)
 
-    def narrow(self, whole: Tensor) -> Tensor:
-        """Return the rank's slice of the whole parameter."""
-        parts = [whole.narrow(self.axis, begin, end - begin) for begin, end in self.ranges]
+    def narrow(self, full: Tensor) -> Tensor:
+        """Return the rank's slice of the full parameter."""
+        parts = [full.narrow(self.axis, begin, end - begin) for begin, end in self.ranges]
         return torch.cat(parts, self.axis)
 
 

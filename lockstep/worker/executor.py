@@ -81,10 +81,12 @@ class InProcessExecutor:
             self.peers.start(self.plan)
             self.worker, self.step_ms = startup.start(self.plan, progress)
             self.peers.wait_ready()
-        except BaseException as error:
+        except RuntimeError as error:
+            cause = self.peers.cause(error)
             self.peers.close()
-            if isinstance(error, RuntimeError):
-                raise self.peers.cause(error) from error
+            raise cause from error
+        except BaseException:
+            self.peers.close()
             raise
         self.checkpoint = startup.checkpoint
         self.loaded = startup.loaded

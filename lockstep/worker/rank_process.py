@@ -152,6 +152,8 @@ class RankLoop:
         startup = WorkerStartup(config, _ignore_progress, hooks, group)
         self.report(Loaded(startup.fit_memory()))
         plan = self.receive()
+        if isinstance(plan, Stop):  # the first rank did not start
+            return
         assert isinstance(plan, Plan)
         worker, _ = startup.start(plan, _ignore_progress)
         self.report(Ready())

@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.child_processes import blocked_signals
 from lockstep.config import EngineConfig, Plan
-from lockstep.errors import ConfigError, RankError
+from lockstep.errors import ConfigError, LockstepError, RankError
 from lockstep.kernels.exchange import ALONE, RankGroup
 from lockstep.worker.broadcast import Broadcaster
 from lockstep.worker.build import pick_device
@@ -50,7 +50,9 @@ LOCALHOST = "127.0.0.1"
 class _Processes:
     """Processes of the other ranks. connections: their reports, by process.
 
-    pipes: of the broadcast. failure: which rank ended and why, once one has. group: of all ranks.
+    pipes: of the broadcast. reports: of each process, heartbeats left out. failure: which rank
+    ended and why, once one has. group: of all ranks. serving: heartbeats must arrive; the startup
+    has no limit.
     """
 
     processes: list[BaseProcess]
@@ -59,6 +61,9 @@ class _Processes:
     broadcaster: Broadcaster
     failure: str | None = None
     failed: threading.Event = field(default_factory=threading.Event)
+    reports: list[list[Report]] = field(default_factory=list)
+    reported: threading.Condition = field(default_factory=threading.Condition)
+    serving: bool = False
     closing: bool = False
     group: RankGroup = ALONE
 
@@ -70,6 +75,8 @@ class _Processes:
             count = len(self.processes) + 1
             self.failure = f"rank {rank} of {count} (tensor_parallel_size) failed: {why}"
             self.failed.set()
+            with self.reported:
+                self.reported.notify_all()
         for process in self.processes:
             process.kill()
         self.group.close()
@@ -107,18 +114,22 @@ class _Processes:
         return reports
 
     def watch(self) -> None:
-        """Watch ended and silent ranks until one fails or close()."""
+        """Read reports, and watch ended and silent ranks, until one fails or close()."""
         last_report = [time.monotonic()] * len(self.processes)
         while self.failure is None and not self.closing:
             try:
                 reports = self.read(WATCH_SECONDS)
             except (OSError, ValueError):  # close() has closed the connections
                 return
-            for index, _ in reports:
-                last_report[index] = time.monotonic()
             now = time.monotonic()
+            for index, report in reports:
+                last_report[index] = now
+                if not isinstance(report, Beat):
+                    with self.reported:
+                        self.reports[index].append(report)
+                        self.reported.notify_all()
             for index, last in enumerate(last_report):
-                if now - last > SILENT_SECONDS and not self.closing:
+                if self.serving and now - last > SILENT_SECONDS:
                     why = f"it has not answered for {now - last:.0f} s"
                     self.fail(index + 1, why)
 
@@ -154,12 +165,13 @@ class PeerRanks:
         broadcaster = Broadcaster(size - 1)
         self._running = _Processes([], [], [], broadcaster)
         self._finalizer = weakref.finalize(self, self._running.close)
-        self._reports: list[list[Report]] = [[] for _ in range(size - 1)]
         try:
             with blocked_signals():
                 for index in range(1, size):
                     settings = RankSettings(index, size, LOCALHOST, store.port, broadcaster.name)
                     self._start_process(context, settings, config, hooks)
+            watch = self._running.watch
+            threading.Thread(target=watch, name="lockstep-ranks", daemon=True).start()
             self._expect(Joined)
             broadcaster.unname()
             self.group = self._running.group = make_group(device, store, 0, size)
@@ -183,16 +195,22 @@ class PeerRanks:
         reads.close()
         self._running.processes.append(process)
         self._running.connections.append(reports)
+        self._running.reports.append([])
         self._running.pipes.append(writes)
 
     def _expect(self, kind: type[Report]) -> list[Any]:
         """Wait for a report of this kind from every rank. Raises RankError."""
-        while not all(any(isinstance(r, kind) for r in reports) for reports in self._reports):
-            for index, report in self._running.read(WATCH_SECONDS):
-                if not isinstance(report, Beat):
-                    self._reports[index].append(report)
-            self._running.check()
-        return [next(r for r in reports if isinstance(r, kind)) for reports in self._reports]
+        running = self._running
+
+        def reports() -> list[Report]:
+            return [r for one in running.reports for r in one if isinstance(r, kind)]
+
+        with running.reported:
+            running.reported.wait_for(
+                lambda: running.failure is not None or len(reports()) == len(running.processes)
+            )
+        running.check()
+        return reports()
 
     def fits(self) -> list[MemoryFit]:
         """Return the sizes that fit into each rank's memory."""
@@ -203,10 +221,9 @@ class PeerRanks:
         self.send(plan)
 
     def wait_ready(self) -> None:
-        """Wait until all ranks serve, and watch them from now on."""
+        """Wait until all ranks serve. From then on a silent rank counts as hung."""
         self._expect(Ready)
-        watch = threading.Thread(target=self._running.watch, name="lockstep-ranks", daemon=True)
-        watch.start()
+        self._running.serving = True
 
     def send(self, message: Message | Plan) -> None:
         """Broadcast a message."""
@@ -221,6 +238,9 @@ class PeerRanks:
 
         From then on the ranks count as failed: they are not in the same state any more.
         """
+        if isinstance(error, LockstepError):  # not of an exchange
+            self._running.fail(0, str(error))
+            return error
         self._running.failed.wait(CAUSE_SECONDS)
         failure = self._running.failure
         if failure is None:

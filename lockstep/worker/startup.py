@@ -332,7 +332,7 @@ class Fitting:
 
 
 def smallest(group: RankGroup, number: int) -> int:
-    """Return the smallest of the numbers that the ranks of a group bring, on GPUs."""
+    """Return the minimum of a number over the ranks of a group, on GPUs."""
     if group.size == 1:
         return number
     return int(group.all_gather(torch.tensor([number], device="cuda")).min())

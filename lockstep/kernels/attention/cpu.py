@@ -91,7 +91,7 @@ def paged_attention_cpu(
 
 @lru_cache(NUM_CACHED)
 def row_batches(begins: tuple[int, ...], starts: tuple[int, ...]) -> tuple[RowBatch, ...]:
-    """Return batches of rows with equal numbers of queries and of splits.
+    """Group the rows of a step by their number of queries and of KV splits.
 
     A step of a small model is bound by the number of its ops: 8 rows of 3 KV heads took 24 passes a
     layer. A batch holds at most MAX_KEYS keys, or one row.
