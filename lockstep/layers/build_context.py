@@ -49,9 +49,9 @@ class BuildContext:
     of the checkpoint by module and suffix, None for dummy weights. prefixes: that names in the
     checkpoint may have. weight_format: None for plain weights. arch: architecture of a GPU
     that is not present, such as 86; None for the device's. kv: KV cache format of each layer.
-    state_dtype: dtype of recurrent state between steps. rank: this process in the tensor-parallel
-    group; group: how it reaches the other ranks. shards: of the parameters that are cut across
-    ranks, by their id().
+    state_dtype: dtype of recurrent state between steps.
+    group: the tensor-parallel ranks. shards: of the parameters that are cut across ranks, by their
+    id().
     """
 
     device: str
@@ -69,7 +69,6 @@ class BuildContext:
     arch: int | None = None
     kv: LayerKVFormats = LayerKVFormats()
     state_dtype: torch.dtype = torch.float32
-    rank: Rank = Rank()
     group: RankGroup = ALONE
     shards: dict[int, Shard] = field(default_factory=dict)
     choices: list[BackendChoice] = field(default_factory=list)
@@ -79,6 +78,11 @@ class BuildContext:
     def __post_init__(self) -> None:
         self.memory_budget = MemoryBudget(self.device)
         self.max_model_len = self.max_model_len or self.max_positions
+
+    @property
+    def rank(self) -> Rank:
+        """This process in the tensor-parallel group."""
+        return Rank(self.group.index, self.group.size)
 
     def at(self, layer: str, path: str | None = None) -> "BuildContext":
         """Return a copy for another layer, whose module in the checkpoint is `path` (None: the

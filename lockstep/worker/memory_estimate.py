@@ -20,7 +20,6 @@ from lockstep.kernels.exchange.group import DryGroup
 from lockstep.kernels.formats.kv.table import load_device_functions
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Weight
-from lockstep.layers.sharding import Rank
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model
 from lockstep.quantization import WeightFormat
@@ -86,7 +85,6 @@ class DryEngine:
                 kv=kv_layers(config, dtype),
                 state_dtype=state_dtype(config),
                 # The first rank has the most columns.
-                rank=Rank(0, config.tensor_parallel_size),
                 group=DryGroup(0, config.tensor_parallel_size),
             )
             self.build.memory_budget.bounded = False  # fake tensors take no memory

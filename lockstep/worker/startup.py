@@ -13,7 +13,6 @@ from lockstep.kernels.architecture import architecture_of
 from lockstep.kernels.exchange import ALONE, RankGroup
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.memory_budget import MemoryBudget
-from lockstep.layers.sharding import Rank
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.quantization import WeightFormat, read_weight_format
 from lockstep.step import StepShape
@@ -107,7 +106,6 @@ class WorkerStartup:
             weight_format=weight_format,
             kv=kv_layers(config, dtype),
             state_dtype=state_dtype(config),
-            rank=Rank(group.index, group.size),
             group=group,
         )
         self.model: Any

@@ -11,6 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.kernels.activations import silu_mul
 from lockstep.kernels.backends import load
+from lockstep.kernels.exchange import ALONE
+from lockstep.kernels.exchange.group import DryGroup
 from lockstep.kernels.experts import experts as experts_op
 from lockstep.kernels.formats.weights import QuantizedWeight, quantize_int
 from lockstep.kernels.linear import linear
@@ -210,7 +212,7 @@ def build_context(
         1,
         tensors=tensors,
         weight_format=weight_format,
-        rank=rank or Rank(),
+        group=ALONE if rank is None else DryGroup(rank.index, rank.size),
     )
     return context.at("moe")
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.kernels.exchange.group import DryGroup
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Linear
 from lockstep.layers.sharding import Columns, Part, Rank, count_columns
@@ -73,7 +74,7 @@ def test_split_k_depends_on_the_full_weight() -> None:
     ranks = [Rank(), Rank(0, 2), Rank(1, 4)]
     layers = [
         Linear(
-            BuildContext("cpu", torch.bfloat16, 1, 1, rank=rank),
+            BuildContext("cpu", torch.bfloat16, 1, 1, group=DryGroup(rank.index, rank.size)),
             4096,
             {"up": Columns.of(256), "gate": 8},
         )

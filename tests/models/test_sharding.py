@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
+from lockstep.kernels.exchange.group import DryGroup
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Embedding, Gemm, Linear
 from lockstep.layers.moe import ExpertWeight
@@ -51,7 +52,7 @@ Specs = dict[str, WeightSpec]
 
 def build(raw: dict[str, Any], rank: Rank) -> tuple[nn.Module, Specs]:
     """Build the target and its draft module for a rank; return it with all specs."""
-    context = BuildContext("cpu", torch.float32, 4, 64, rank=rank)
+    context = BuildContext("cpu", torch.float32, 4, 64, group=DryGroup(rank.index, rank.size))
     model = build_model({**raw, "vocab_size": 96}, context)
     specs = weight_specs(model.weights())  # type: ignore[operator]  # a Decoder's method
     module = architecture(raw["model_type"])

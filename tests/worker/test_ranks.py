@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,14 +86,31 @@ def fail_on_other_ranks(context: DraftContext) -> Drafter:
     return create(context)
 
 
-def test_a_rank_that_cannot_start_is_named(memory_files: None) -> None:
+class FailingDrafter:
+    """Drafter whose first step raises, as the warm-up of a rank would."""
+
+    def propose(self, *arguments: object) -> None:
+        raise RuntimeError("out of memory on this rank")
+
+
+def fail_in_the_warm_up(context: DraftContext) -> Drafter:
+    """Return a drafter that raises in the process of another rank."""
+    if multiprocessing.current_process().name.startswith("lockstep-rank"):
+        return FailingDrafter()
+    return create(context)
+
+
+@pytest.mark.parametrize("drafter", [fail_on_other_ranks, fail_in_the_warm_up])
+def test_a_rank_that_cannot_start_is_named(
+    drafter: Callable[[DraftContext], Drafter], memory_files: None
+) -> None:
     config = EngineConfig.read(
         max_model_len=256,
         tensor_parallel_size=2,
         speculative_config={"method": "ngram", "num_speculative_tokens": 2},
     )
     with pytest.raises(RankError, match="rank 1 of 2 .*out of memory on this rank"):
-        build_engine(config, hooks=CheckHooks(drafter=fail_on_other_ranks))
+        build_engine(config, hooks=CheckHooks(drafter=drafter))
     assert not [p for p in multiprocessing.active_children() if p.name.startswith("lockstep-rank")]
 
 
