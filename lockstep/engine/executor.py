@@ -50,10 +50,10 @@ class Executor(Protocol):
         """Run an empty step on every worker and wait for it. Raises what it raises."""
         ...
 
-    def call_on_failure(self, function: Callable[[str], None]) -> None:
+    def call_on_failure(self, function: Callable[[str], None] | None) -> None:
         """Call a function once with the reason, in any thread, when a worker has ended.
 
-        Steps raise then as well. Without steps nothing else would notice.
+        Steps raise then as well. Without steps nothing else would notice. None: call no function.
         """
         ...
 

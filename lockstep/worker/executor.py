@@ -156,7 +156,7 @@ class InProcessExecutor:
         with self._step():
             return function(self.worker)
 
-    def call_on_failure(self, function: Callable[[str], None]) -> None:
+    def call_on_failure(self, function: Callable[[str], None] | None) -> None:
         """See Executor."""
         self.peers.call_on_failure(function)
 

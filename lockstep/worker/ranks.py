@@ -282,12 +282,12 @@ class PeerRanks:
         running.check()
         return [report for _, report in sorted(reports().items())]
 
-    def call_on_failure(self, function: OnFailure) -> None:
+    def call_on_failure(self, function: OnFailure | None) -> None:
         """Call a function once with the failure of a rank, at once or later, in any thread."""
         with self._running.reported:
             self._running.on_failure = function
             failure = self._running.failure
-        if failure is not None:
+        if failure is not None and function is not None:
             function(failure)
 
     def fits(self) -> list[MemoryFit]:
@@ -345,7 +345,7 @@ class NoPeerRanks:
 
     group: RankGroup = ALONE
 
-    def call_on_failure(self, function: OnFailure) -> None: ...
+    def call_on_failure(self, function: OnFailure | None) -> None: ...
 
     def fits(self) -> Sequence[MemoryFit]:
         return ()
