@@ -167,7 +167,7 @@ class EngineConfig(Settings):
     nnodes: Annotated[int, Field(ge=1, le=MAX_RANKS)] = setting(
         1, "number of hosts that run the ranks; every one runs equally many"
     )
-    node_rank: Annotated[int, Field(ge=0, lt=MAX_RANKS)] = setting(
+    node_rank: Annotated[int, Field(ge=0, le=MAX_RANKS - 1)] = setting(
         0, "number of this host, from 0; the others run without an HTTP server"
     )
     master_addr: Annotated[str, Field(min_length=1, max_length=255)] = setting(

@@ -81,7 +81,7 @@ class Welcome:
 
 
 class Link:
-    """One end of a connection. Any thread may send; one thread receives.
+    """End of a connection. Any thread may send; one thread receives.
 
     max_bytes: limit of a frame that is received.
     """
@@ -146,7 +146,7 @@ def _timeval(seconds: float) -> bytes:
 
 
 class RemoteNode:
-    """Another node, as the head sees it. See RankHost."""
+    """Node other than the head, as the head sees it. See RankHost."""
 
     def __init__(self, link: Link, config: EngineConfig, node_rank: int) -> None:
         self.link = link
@@ -186,7 +186,7 @@ class RemoteNode:
             self.link.beat()
 
     def end(self, why: str) -> None:
-        """Tell the node that the head ends. why: the error for which it does; "" without one."""
+        """Announce the end of the head. why: the error for which it ends; "" without one."""
         with contextlib.suppress(OSError):
             self.link.send(END, why[:MAX_TEXT].encode())
 

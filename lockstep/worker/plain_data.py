@@ -44,10 +44,10 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         # A dotted name would reach what a module imports.
         if module in MODULES and "." not in name:
-            found = super().find_class(module, name)
-            is_plain = isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum))
-            if is_plain and found.__module__ == module:
-                return found
+            item = super().find_class(module, name)
+            is_plain = isinstance(item, type) and (is_dataclass(item) or issubclass(item, Enum))
+            if is_plain and item.__module__ == module:
+                return item
         raise ConfigError(
             f"{module[:80]}.{name[:80]} is not allowed in a message between nodes; allowed: plain "
             "data, and the functions of lockstep.worker. Use nnodes=1 for functions of your own."

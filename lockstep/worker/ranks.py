@@ -260,12 +260,12 @@ class PeerRanks:
         The function goes on in its thread then: it has no way to be ended.
         """
         pool = ThreadPoolExecutor(1, thread_name_prefix="lockstep-join")
-        made = pool.submit(make)
+        future = pool.submit(make)
         pool.shutdown(wait=False)
-        while not made.done() and self._running.failure is None:
-            wait_for_futures([made], WATCH_SECONDS)
+        while not future.done() and self._running.failure is None:
+            wait_for_futures([future], WATCH_SECONDS)
         self._running.check()
-        return made.result()
+        return future.result()
 
     def _expect(self, kind: type[Report]) -> list[Any]:
         """Wait for a report of this kind from every rank. Raises RankError."""
