@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from lockstep.kernels.lora import padded_rank
+
 SIZES = (
     (0, (8,), 16, (4,)),
     (1, (33,), 40, (1,)),
@@ -12,8 +14,6 @@ SIZES = (
     (19, (130, 70), 200, (8, 17, 32)),
 )
 """(tokens, columns of each part, K, rank of each adapter)."""
-GRANULE = 16
-"""Ranks are padded to a multiple of it."""
 
 
 def lora_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -24,7 +24,7 @@ def lora_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
     generator = torch.Generator().manual_seed(9)
     for tokens, widths, k, ranks in SIZES:
         columns = sum(widths)
-        rank = -(-max(ranks) // GRANULE) * GRANULE
+        rank = padded_rank(max(ranks), "cuda")
         a = torch.zeros(len(ranks) + 1, len(widths), rank, k)
         b = torch.zeros(len(ranks) + 1, rank, columns)
         scales = torch.zeros(len(ranks) + 1, len(widths))

@@ -10,6 +10,14 @@ from torch import Tensor
 
 from lockstep.kernels.registry import op
 
+RANK_BLOCK = 16
+"""Rows of A that a GPU's kernel takes at once."""
+
+
+def padded_rank(rank: int, device: str) -> int:
+    """Return the rank of a table whose largest adapter has this rank: a GPU's has whole blocks."""
+    return rank if device.startswith("cpu") else -(-rank // RANK_BLOCK) * RANK_BLOCK
+
 
 def halving_sum(products: Tensor, dim: int) -> Tensor:
     """Add products along a dimension as a binary tree. It overwrites them.
@@ -49,7 +57,8 @@ def lora(
         y: [T, N], contiguous.
         x: [T, K] of any dtype, its last stride 1.
         a: [L, P R, K]: R rows for each part; an adapter of a smaller rank has zeros after its rows.
-        b: [L, R, N]: the transposed B of each column's part. a and b are contiguous.
+        b: [L, R, N]: the transposed B of each column's part. a and b are contiguous; R is
+            padded_rank.
         scales: [L, P] fp32: s of each adapter and part, 0 where it changes nothing.
         parts: [N] int32: part of each column.
         adapter_ids: [T] int32: adapter of each token.

@@ -7,11 +7,9 @@ import triton
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.lora import lora
+from lockstep.kernels.lora import RANK_BLOCK, lora
 from lockstep.kernels.lora.kernels import lora_expand_kernel, lora_shrink_kernel
 
-BLOCK_R = 16
-"""Rows of A in a block. Every rank is padded to a multiple of it (lockstep.layers.lora)."""
 BLOCK_K = 128
 BLOCK_N = 128
 WARPS = 4
@@ -28,7 +26,7 @@ def lora_triton(
     parts: Tensor,
     adapter_ids: Tensor,
 ) -> Tensor:
-    """See lockstep.kernels.lora.contract.lora. R is a multiple of BLOCK_R."""
+    """See lockstep.kernels.lora.contract.lora."""
     tokens, columns = y.shape
     if not y.numel():
         return y
@@ -37,12 +35,12 @@ def lora_triton(
     hidden = torch.empty(tokens, num_parts * rank, dtype=torch.float32, device=y.device)
     # No FMA may be contracted: the product and the sum are rounded as the contract says.
     options: dict[str, Any] = dict(num_warps=WARPS, enable_fp_fusion=False)
-    lora_shrink_kernel[tokens, num_parts, rank // BLOCK_R](
+    lora_shrink_kernel[tokens, num_parts, rank // RANK_BLOCK](
         x, a, scales, adapter_ids, hidden, x.stride(0),
-        num_parts, rank, x.shape[1], BLOCK_R, BLOCK_K, **options,
+        num_parts, rank, x.shape[1], RANK_BLOCK, BLOCK_K, **options,
     )  # fmt: skip
     lora_expand_kernel[tokens, triton.cdiv(columns, BLOCK_N)](
         y, hidden, b, scales, parts, adapter_ids,
-        num_parts, rank, columns, BLOCK_R, BLOCK_N, **options,
+        num_parts, rank, columns, RANK_BLOCK, BLOCK_N, **options,
     )  # fmt: skip
     return y
