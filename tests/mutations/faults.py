@@ -424,7 +424,7 @@ FAULTS = (
     ),
     Fault(
         "a stop token right at min_tokens passed over", "request", "scheduling.request",
-        "Request._judge",
+        "Request._set_finish_reason",
         "if len(self.output_token_ids) > self.params.min_tokens:\n"
         "    ...",
         "if len(self.output_token_ids) > self.params.min_tokens + 1:\n"
