@@ -151,14 +151,14 @@ class RankWatch:
             for rank, report in reports:
                 last_report[rank] = now
                 self._take(rank, report)
-            for rank, last in last_report.items():
-                if self.serving and now - last > SILENT_SECONDS:
-                    self.fail(rank, f"it has not answered for {now - last:.0f} s")
             for host in self.hosts:
                 limit = SILENT_SECONDS if self.serving else STARTING_SILENT_SECONDS
                 if host.silent_for > limit:
                     why = f"its node has not answered for {host.silent_for:.0f} s"
                     self.fail(host.ranks[0], why)
+            for rank, last in last_report.items():
+                if self.serving and now - last > SILENT_SECONDS:
+                    self.fail(rank, f"it has not answered for {now - last:.0f} s")
 
     def _read(self) -> list[tuple[int, Report]]:
         """Wait for reports, at most WATCH_SECONDS."""
