@@ -224,10 +224,10 @@ def in_thread(function: Callable[[], Any]) -> Iterator[list[Any]]:
     assert not thread.is_alive()
 
 
-def hello(listener: NodeListener, **changes: Any) -> Link:
+def hello(listener: NodeListener, host: str = "127.0.0.1", **changes: Any) -> Link:
     """Connect to a head as a node does, with changes of its first frame."""
     config = replace(listener.config, node_rank=1)
-    address = ("127.0.0.1", listener.config.master_port)
+    address = (host, listener.config.master_port)
     link = Link(socket.create_connection(address), node_link.MAX_MESSAGE_BYTES)
     frame = {**asdict(Hello.of(config)), **changes}
     link.connection.send_bytes(json.dumps(frame).encode())
@@ -248,6 +248,18 @@ def test_head_names_a_node_that_differs(changes: dict[str, Any], expected: str) 
         with pytest.raises(ConfigError, match=expected):
             listener.accept(5.0)
         assert re.search(expected, json.loads(link.connection.recv_bytes())["error"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems lack 127.0.0.2")
+def test_nodes_join_at_any_address_of_the_head() -> None:
+    with listening(master_addr="head.example") as listener:
+        with closing(hello(listener, "127.0.0.2")) as link:
+            joined = listener.accept(5.0)
+            assert joined is not None and joined.link.address == link.peer == "127.0.0.2"
+            assert joined.node_name == " on node 1 (127.0.0.1)"
+            joined.close()
+    with listening() as listener, pytest.raises(ConnectionRefusedError):
+        hello(listener, "127.0.0.2")  # the default address is for nodes of this host alone
 
 
 def test_two_nodes_of_one_number_are_refused() -> None:
@@ -322,7 +334,8 @@ def test_a_busy_port_and_a_missing_node_are_named() -> None:
         with pytest.raises(ConfigError, match=f"master_port={port} cannot be opened: .*in use"):
             make_engine(None, tensor_parallel_size=2, nnodes=2, master_port=port)
     settings = {"tensor_parallel_size": 3, "nnodes": 3, "distributed_timeout_seconds": 1}
-    with pytest.raises(ConfigError, match=r"node 1, 2 of 3 .* within 1 s \(distributed_timeout"):
+    expected = r"node 1, 2 of 3 .* within 1 s \(distributed_timeout.*nodes of this host alone"
+    with pytest.raises(ConfigError, match=expected):
         make_engine(None, master_port=port, **settings)
     with pytest.raises(ConfigError, match=f"master_port={port}: the head .* for 0.1 s .*refused"):
         join_head(node_config(port), 0.1)
@@ -391,9 +404,9 @@ def start_node(port: int, node_rank: int, nodes: int, *options: str) -> subproce
 
 
 @contextmanager
-def nodes_of(port: int, count: int) -> Iterator[list[subprocess.Popen[str]]]:
+def nodes_of(port: int, count: int, *options: str) -> Iterator[list[subprocess.Popen[str]]]:
     """Yield the processes of all nodes but the head, and end them and their ranks."""
-    processes = [start_node(port, index, count) for index in range(1, count)]
+    processes = [start_node(port, index, count, *options) for index in range(1, count)]
     try:
         yield processes
     finally:
@@ -425,8 +438,9 @@ def test_three_nodes_give_the_answers_of_one_process() -> None:
     params = [replace(GREEDY, logprobs=1), SEEDED]
     expected = [answer(out) for out in make_engine(None).generate(PROMPTS[:2], params)]
     port = free_port()
-    with nodes_of(port, 3) as processes:
-        llm = make_engine(None, tensor_parallel_size=3, nnodes=3, master_port=port)
+    with nodes_of(port, 3, "--master-addr", "127.0.0.2") as processes:
+        settings = {"tensor_parallel_size": 3, "nnodes": 3, "master_port": port}
+        llm = make_engine(None, master_addr="127.0.0.2", **settings)
         assert [answer(out) for out in llm.generate(PROMPTS[:2], params)] == expected
         executor_of(llm.engine).close()
         for process in processes:
