@@ -236,13 +236,12 @@ class PeerRanks:
         config = self.config
         end = time.monotonic() + config.distributed_timeout_seconds
         with contextlib.closing(NodeListener(config, port)) as listener:
-            log.info("waiting for %d node(s) at port %d", config.nnodes - 1, config.master_port)
+            log.warning("waiting for %d node(s) at port %d", config.nnodes - 1, config.master_port)
             while listener.missing:
                 progress("waiting for nodes", config.nnodes - len(listener.missing), config.nnodes)
                 node = listener.accept(WATCH_SECONDS)
                 self._running.check()
                 if node is not None:
-                    log.info("ranks %d to %d%s join", node.ranks[0], node.ranks[-1], node.node_name)
                     self._running.hosts.append(node)
                     address = node.link.address
                 elif time.monotonic() > end:
