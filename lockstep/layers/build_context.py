@@ -15,6 +15,7 @@ from lockstep.kernels.exchange import ALONE, Gather, RankGroup, all_columns, exc
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear import draft_linear
 from lockstep.kernels.linear.probe import Probed
+from lockstep.layers.adapters import NO_ADAPTERS, AdapterTable
 from lockstep.layers.exchange import Exchange
 from lockstep.layers.kv_format import LayerKVFormats
 from lockstep.layers.memory_budget import MemoryBudget
@@ -51,8 +52,8 @@ class BuildContext:
     checkpoint may have. weight_format: None for plain weights. arch: architecture of a GPU
     that is not present, such as 86; None for the device's. kv: KV cache format of each layer.
     state_dtype: dtype of recurrent state between steps.
-    group: the tensor-parallel ranks. shards: of the parameters that are cut across ranks, by their
-    id().
+    group: the tensor-parallel ranks. adapters: those that linear layers make room for. shards: of
+    the parameters that are cut across ranks, by their id().
     """
 
     device: str
@@ -71,6 +72,7 @@ class BuildContext:
     kv: LayerKVFormats = LayerKVFormats()
     state_dtype: torch.dtype = torch.float32
     group: RankGroup = ALONE
+    adapters: AdapterTable = NO_ADAPTERS
     shards: dict[int, Shard] = field(default_factory=dict)
     choices: list[BackendChoice] = field(default_factory=list)
     probed: dict[tuple[int, int, torch.dtype], Probed] = field(default_factory=dict)

@@ -1,8 +1,9 @@
 """Exchange of a layer: the columns of each tensor-parallel rank, gathered on every rank."""
 
-from torch import Tensor, nn
+from collections.abc import Callable
+from typing import Any
 
-from lockstep.kernels.exchange import Gather
+from torch import Tensor, nn
 
 
 class Exchange(nn.Module):
@@ -16,11 +17,12 @@ class Exchange(nn.Module):
         token_bytes: bytes per token of a step that come from other ranks.
     """
 
-    def __init__(self, gather: Gather, layer: str, token_bytes: int) -> None:
+    def __init__(self, gather: Callable[..., Tensor], layer: str, token_bytes: int) -> None:
         super().__init__()
         self.gather = gather
         self.layer = layer
         self.token_bytes = token_bytes
 
-    def forward(self, local: Tensor) -> Tensor:
-        return self.gather(local)
+    def forward(self, local: Tensor, **options: Any) -> Tensor:
+        """Return all columns. options: of the op."""
+        return self.gather(local, **options)
