@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import methodcaller
 from typing import Any, Protocol, TypeVar
 
 from lockstep.config import EngineConfig, Plan
@@ -74,7 +73,7 @@ class InProcessExecutor:
         self.config = config
         self._num_schedules = 0
         self._audits = config.audit and config.tensor_parallel_size > 1
-        self.peers = start_ranks(config, hooks)
+        self.peers = start_ranks(config, hooks, progress)
         try:
             startup = WorkerStartup(config, progress, hooks, self.peers.group)
             fits = [startup.fit_memory(), *self.peers.fits()]
@@ -84,10 +83,10 @@ class InProcessExecutor:
             self.peers.wait_ready()
         except RuntimeError as error:
             cause = self.peers.cause(error)
-            self.peers.close()
+            self.peers.close(str(cause))
             raise cause from error
-        except BaseException:
-            self.peers.close()
+        except BaseException as error:
+            self.peers.close(str(error))
             raise
         self._fits = fits
         self.checkpoint = startup.checkpoint
@@ -148,7 +147,7 @@ class InProcessExecutor:
 
     def probe(self) -> None:
         """Run an empty step and wait for it. Raises what it raises."""
-        self.collective_rpc(methodcaller("probe"))
+        self.collective_rpc(Worker.probe)
 
     def collective_rpc(self, function: Callable[[Worker], T]) -> T:
         """Call a function with the worker of every rank; return what it returns on the first one.
@@ -158,6 +157,14 @@ class InProcessExecutor:
         self.peers.send(Call(function))
         with self._step():
             return function(self.worker)
+
+    def call_on_failure(self, function: Callable[[str], None] | None) -> None:
+        """See Executor."""
+        self.peers.call_on_failure(function)
+
+    def close(self) -> None:
+        """See Executor."""
+        self.peers.close()
 
     def device_rates(self) -> Rates | None:
         """Measure how fast the device moves bytes; None where it has no memory left for that."""
