@@ -15,6 +15,8 @@ from lockstep.kernels.exchange import ALONE, Gather, RankGroup, all_columns, exc
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear import draft_linear
 from lockstep.kernels.linear.probe import Probed
+from lockstep.layers.adapters import NO_ADAPTERS, AdapterTable
+from lockstep.layers.exchange import Exchange
 from lockstep.layers.kv_format import LayerKVFormats
 from lockstep.layers.memory_budget import MemoryBudget
 from lockstep.layers.sharding import Columns, Rank, Shard, count_columns
@@ -50,8 +52,8 @@ class BuildContext:
     checkpoint may have. weight_format: None for plain weights. arch: architecture of a GPU
     that is not present, such as 86; None for the device's. kv: KV cache format of each layer.
     state_dtype: dtype of recurrent state between steps.
-    group: the tensor-parallel ranks. shards: of the parameters that are cut across ranks, by their
-    id().
+    group: the tensor-parallel ranks. adapters: those that linear layers make room for. shards: of
+    the parameters that are cut across ranks, by their id().
     """
 
     device: str
@@ -70,6 +72,7 @@ class BuildContext:
     kv: LayerKVFormats = LayerKVFormats()
     state_dtype: torch.dtype = torch.float32
     group: RankGroup = ALONE
+    adapters: AdapterTable = NO_ADAPTERS
     shards: dict[int, Shard] = field(default_factory=dict)
     choices: list[BackendChoice] = field(default_factory=list)
     probed: dict[tuple[int, int, torch.dtype], Probed] = field(default_factory=dict)
@@ -154,13 +157,18 @@ class BuildContext:
         self.choices.append(BackendChoice(self.layer, op.name, name, refused))
         return op.backends[name].run
 
-    def exchange(self, columns: Columns) -> Gather:
-        """Return the function that gathers these columns: [T, this rank's] -> [T, all]."""
+    def exchange(self, columns: Columns, rows: int = 1) -> Gather:
+        """Return the function that gathers these columns: [T, this rank's] -> [T, all].
+
+        rows: that each token of a step has, such as one for each of its experts.
+        """
         if self.rank.size == 1:
             return all_columns
         ranks = (Rank(index, self.rank.size) for index in range(self.rank.size))
         widths = tuple(count_columns(columns, rank) for rank in ranks)
-        return partial(self.op(exchange, ranks=self.rank.size), widths=widths, group=self.group)
+        run = partial(self.op(exchange, ranks=self.rank.size), widths=widths, group=self.group)
+        received = (sum(widths) - widths[self.rank.index]) * self.dtype.itemsize
+        return Exchange(run, self.layer, rows * received)
 
     def cut(self, parameter: Tensor | None, ranges: Ranges, total: int, axis: int = 0) -> None:
         """Record which slice of the whole parameter this one is. ranges: () for all of it."""

@@ -1,6 +1,6 @@
 """Test cases of exchange: a group that plays back what the other ranks send."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ class RecordedGroup:
 
 
 def exchange_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield groups of equal and of unequal widths, a single row, no row and poisoned columns."""
+    """Yield groups of equal and of unequal widths, a single row, no row, poisoned columns, and rows
+    of which a part is needed."""
     shapes = {
         "two ranks": (5, (16, 16)),
         "three unequal ranks": (7, (24, 16, 16)),
@@ -44,3 +45,11 @@ def exchange_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
             group = RecordedGroup(index, parts)
             arguments = dict(local=parts[index], widths=widths, group=group)
             yield f"{name}, rank {index}", arguments
+            needed = torch.arange(rows, dtype=torch.int32) * 5 % (max(widths) + 1)
+            yield f"{name}, rank {index}, a part of each row", arguments | {"needed": needed}
+
+
+def needed_columns(needed: Tensor | None, widths: Sequence[int], rows: int) -> Tensor:
+    """Return which columns of the result are defined: [T, N] bool."""
+    index = torch.cat([torch.arange(width) for width in widths])
+    return index < (torch.full((rows,), max(widths)) if needed is None else needed)[:, None]

@@ -14,7 +14,9 @@ Gather = Callable[[Tensor], Tensor]
 
 
 @op
-def exchange(local: Tensor, widths: Sequence[int], group: RankGroup) -> Tensor:
+def exchange(
+    local: Tensor, widths: Sequence[int], group: RankGroup, needed: Tensor | None = None
+) -> Tensor:
     """Return the columns of all ranks [T, N], in the order of the ranks, on every rank.
 
     Nothing is added or rounded, so every backend returns the same bits. All ranks of a group call
@@ -23,6 +25,9 @@ def exchange(local: Tensor, widths: Sequence[int], group: RankGroup) -> Tensor:
     Args:
         local: [T, n], the columns of this rank: n is widths[group.index].
         widths: number of columns of each rank; their sum is N.
+        needed: [T] int32, equal on all ranks: how many leading columns of each rank the caller
+            reads from a row, 0 for none. Other columns of the result may hold anything, so that a
+            backend need not send them. None: all columns.
     """
     return gather_columns(local, widths, group)
 
@@ -32,8 +37,10 @@ def all_columns(local: Tensor) -> Tensor:
     return local
 
 
-def gather_columns(local: Tensor, widths: Sequence[int], group: RankGroup) -> Tensor:
-    """Gather columns [T, n] of all ranks through tensors of equal shape."""
+def gather_columns(
+    local: Tensor, widths: Sequence[int], group: RankGroup, needed: Tensor | None = None
+) -> Tensor:
+    """Gather all columns [T, n] of all ranks through tensors of equal shape: see exchange."""
     widest = max(widths)
     gathered = group.all_gather(pad(local, (0, widest - local.shape[1])))
     if min(widths) == widest:
