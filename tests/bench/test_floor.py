@@ -141,6 +141,7 @@ def test_lookup_drafters_read_nothing(tiny: Path) -> None:
     assert floor.drafts.ms == 0 and floor.ms == floor.verify.ms and floor.query_len == 4
 
 
+@pytest.mark.default_cases("8")
 @pytest.mark.parametrize(("rows", "ms"), [(1, 12.05), (8, 12.99), (64, 20.49)])
 def test_known_floors_of_a_large_model(large: Path, rows: int, ms: float) -> None:
     """Roofline of Qwen3.6-27B in bf16 at context 4,096: 51.25 GB of weights, 151 MB of state."""
@@ -159,6 +160,7 @@ def test_a_state_of_16_bits_is_half_of_the_bytes(large: Path) -> None:
     assert narrow.ms == pytest.approx(18.24, abs=0.01)
 
 
+@pytest.mark.default_cases("8")
 @pytest.mark.parametrize(("rows", "ms"), [(1, 3.66), (8, 4.64), (64, 12.51)])
 def test_known_floors_of_a_dense_model(tmp_path: Path, rows: int, ms: float) -> None:
     """Qwen3-8B reads 15.1 GB of weights per step and has 147 KB of KV per token."""
@@ -256,6 +258,7 @@ def test_dtype_counts(tiny: Path) -> None:
     assert mlp[1] == 2 * mlp[0] and CONFIG["num_hidden_layers"] == 4
 
 
+@pytest.mark.default_cases("settings1")
 @pytest.mark.parametrize(
     ("settings", "per_weight"), [({"sym": True}, 0.5156), ({"sym": False}, 0.5313)]
 )

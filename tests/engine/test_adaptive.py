@@ -58,6 +58,7 @@ def cycle_counts(llm: LLM) -> list[int]:
     return used
 
 
+@pytest.mark.default_cases("two in flight, small chunks")
 @pytest.mark.parametrize(
     ("phase", "drafter"),
     [

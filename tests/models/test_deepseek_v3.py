@@ -122,6 +122,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return request.param, folder, oracle
 
 
+@pytest.mark.default_cases("deepseek_v3")
 def test_equals_transformers_with_chunks_and_every_drafter(pair) -> None:
     (name, folder, oracle) = pair
     plain = make_llm(folder)
@@ -190,6 +191,7 @@ def test_mtp_setting_without_tensors_gives_no_drafter(tmp_path: Path) -> None:
     assert own_drafter(Checkpoint.read(tmp_path)) is None
 
 
+@pytest.mark.default_cases("kimi_k2")
 def test_kimi_k25_text_model(pair, tmp_path: Path) -> None:
     """With its tensor names, and with unused tensors of older files and of the vision tower."""
     (_, folder, _) = pair

@@ -193,6 +193,7 @@ def drafts_of(target: Target, tokens: list[int]) -> list[int]:
     return results
 
 
+@pytest.mark.default_cases("dense")
 def test_drafts_equal_independent_forward(target: Target) -> None:
     """At every step and in both rows, with chunked prompts; the answers equal those without
     drafts."""
@@ -209,6 +210,7 @@ def test_drafts_equal_independent_forward(target: Target) -> None:
     assert [o.outputs[0].token_ids for o in outs] == [o.outputs[0].token_ids for o in expected]
 
 
+@pytest.mark.default_cases("super")
 def test_steps_without_drafts_store_keys_and_values(target: Target) -> None:
     """The adaptive drafter skips drafts in many steps; its answers equal those without drafts."""
     spec = {"method": "mtp", "num_speculative_tokens": K}

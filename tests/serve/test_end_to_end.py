@@ -226,6 +226,7 @@ def test_cache_salt_separates_prefixes(server: SimpleNamespace) -> None:
     assert len(message) == 1
 
 
+@pytest.mark.default_cases("sampled0")
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 0.8, "seed": 11, "top_p": 0.9}])
 def test_completions_with_logprobs(
     server: SimpleNamespace, plain: LLM, sampled: dict[str, Any]

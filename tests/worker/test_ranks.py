@@ -139,6 +139,7 @@ def fail_in_the_warm_up(context: DraftContext) -> Drafter:
     return create(context)
 
 
+@pytest.mark.default_cases("fail_on_other_ranks")
 @pytest.mark.parametrize("drafter", [fail_on_other_ranks, fail_in_the_warm_up])
 def test_a_rank_that_cannot_start_is_named(
     drafter: Callable[[DraftContext], Drafter], memory_files: None
