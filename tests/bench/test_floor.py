@@ -169,6 +169,7 @@ def test_known_floors_of_a_dense_model(tmp_path: Path, rows: int, ms: float) -> 
     assert floor.ms == pytest.approx(ms, abs=0.01)
 
 
+@pytest.mark.slow
 def test_known_floors_of_a_mixture(tmp_path: Path) -> None:
     """Qwen3.6-35B-A3B at context 2,048: a token reads a tenth of 34.7 billion parameters."""
     folder = make_model(tmp_path / "mixture", HYBRID_MOE, **MIXTURE_CONFIG)
@@ -199,6 +200,7 @@ def test_expected_number_of_read_experts(tmp_path: Path) -> None:
         assert mixture.flops == 4 * 2 * (3 * expert + other_weights) * rows
 
 
+@pytest.mark.slow
 def test_drafts_and_prompt_of_a_large_model(large: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     model = sketch(large, torch.bfloat16, read(MTP))

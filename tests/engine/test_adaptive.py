@@ -86,6 +86,7 @@ def test_every_transition_of_draft_counts(expected: list[Any], drafter: str, pha
         assert llm.engine.scheduler.preemptions > 5
 
 
+@pytest.mark.slow
 def test_step_clears_drafts_beyond_its_count() -> None:
     """After a step of k drafts at most k remain: none of an earlier, longer step is verified
     again."""

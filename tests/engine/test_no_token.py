@@ -106,6 +106,7 @@ def test_tokens_before_nan_are_kept(folder: Path, drafter: str | None) -> None:
     assert_idle(llm)
 
 
+@pytest.mark.slow
 def test_nan_row_ends_alone_with_mtp(tmp_path: Path) -> None:
     test_nan_row_ends_alone(make_model(tmp_path, tie_word_embeddings=False), "mtp")
 

@@ -188,6 +188,7 @@ def test_mamba2_projection_rows() -> None:
     assert sum(mixer.parts) == 10304
 
 
+@pytest.mark.slow
 def test_undeclared_draft_module_is_not_read(tmp_path: Path) -> None:
     """config.json declares no module."""
     oracle_of(tmp_path)

@@ -260,6 +260,7 @@ def test_unsupported_settings_are_refused(changes: dict[str, Any], message: str)
         architecture("nemotron_h").Config.read(raw | changes)
 
 
+@pytest.mark.slow
 def test_parameters_of_super_mtp_module() -> None:
     """As released, with the correction bias of its router."""
     raw = {**SUPER, "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}

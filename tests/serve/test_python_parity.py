@@ -143,6 +143,7 @@ def test_completion_equals_python(server: Any, name: str) -> None:
     assert (done.finish_reason, done.seed) == (choice["finish_reason"], choice["seed"])
 
 
+@pytest.mark.slow
 def test_default_parameters_equal_the_servers(server: Any) -> None:
     """generate() without parameters equals /v1/completions without, chat() equals
     /v1/chat/completions."""

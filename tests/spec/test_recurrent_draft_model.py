@@ -104,7 +104,7 @@ def test_recurrent_drafts_equal_its_own_answers(
     assert_drafts_equal_answers_alone(folder, seen)
 
 
-@pytest.mark.default_cases("gated delta net")
+@pytest.mark.slow
 def test_flush_interval_changes_no_draft_with_16_bit_state(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

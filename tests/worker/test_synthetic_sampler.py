@@ -65,6 +65,7 @@ def test_missing_drafts_are_not_accepted(tiny: dict[str, Any]) -> None:
         assert m.num_accepted_tokens == m.num_draft_tokens < 3 * m.num_steps
 
 
+@pytest.mark.slow
 def test_synthetic_acceptance_depends_on_seed_only(tiny: dict[str, Any]) -> None:
     llm = make_engine("mtp", **tiny, synthetic_acceptance=0.6)
     params = [replace(PARAMS, seed=i) for i in range(4)]

@@ -299,6 +299,7 @@ def test_grammar_constrains_content_but_not_reasoning(server: SimpleNamespace) -
 THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
 
 
+@pytest.mark.slow
 def test_thinking_budget_with_drafts_changes_no_answer(stack: SimpleNamespace) -> None:
     """A logit bias keeps the model from ending its reasoning early."""
     end = stack.llm.tokenizer.fast.token_to_id("</think>")
