@@ -162,6 +162,11 @@ class EngineConfig(Settings):
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = setting(
         1, "number of GPUs (on a CPU: processes) that hold the model together"
     )
+    disable_custom_all_reduce: bool = setting(
+        False,
+        "exchange activations between GPUs by NCCL alone, not by writes into each other's memory",
+        remedy=_ONE,
+    )
     audit: bool = setting(
         False,
         "compare the row tables of all tensor-parallel ranks every 16 steps",

@@ -5,16 +5,27 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from lockstep.kernels import Op
-from lockstep.kernels.exchange import ALONE, Gather, RankGroup, all_columns, exchange
+from lockstep.kernels.activations import Act
+from lockstep.kernels.exchange import (
+    ALONE,
+    Activation,
+    AddNorm,
+    Gather,
+    RankGroup,
+    all_columns,
+    exchange,
+    exchange_add_rms_norm,
+)
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear import draft_linear
 from lockstep.kernels.linear.probe import Probed
+from lockstep.kernels.norm import add_rms_norm
 from lockstep.layers.kv_format import LayerKVFormats
 from lockstep.layers.memory_budget import MemoryBudget
 from lockstep.layers.sharding import Columns, Rank, Shard, count_columns
@@ -154,13 +165,42 @@ class BuildContext:
         self.choices.append(BackendChoice(self.layer, op.name, name, refused))
         return op.backends[name].run
 
-    def exchange(self, columns: Columns) -> Gather:
-        """Return the function that gathers these columns: [T, this rank's] -> [T, all]."""
+    def exchange(self, columns: Columns, act: Activation | None = None) -> Gather:
+        """Return the function that gathers these columns: [T, this rank's] -> [T, all].
+
+        It takes split-K partials [P, T, this rank's] fp32 too. act: makes the columns from its
+        argument.
+        """
         if self.rank.size == 1:
             return all_columns
+        run = self._exchange_op(exchange)
+        return partial(
+            run, widths=self._widths(columns), group=self.group, dtype=self.dtype, act=act
+        )
+
+    def activation(self, op: Op, columns: Columns) -> Gather:
+        """Return the function that applies an activation op and gathers its columns [T, all]."""
+        run = self.op(op)
+        if self.rank.size == 1:
+            return run
+        return self.exchange(columns, Activation(cast(Act, op.name), run))
+
+    def add_rms_norm(self, width: int) -> AddNorm:
+        """Return add_rms_norm for a delta that has this rank's columns of `width`."""
+        run: AddNorm = self.op(add_rms_norm, width=width)
+        if self.rank.size == 1:
+            return run
+        widths = self._widths(Columns.of(width))
+        fused = self._exchange_op(exchange_add_rms_norm)
+        return partial(fused, widths=widths, group=self.group, add_norm=run)
+
+    def _exchange_op(self, op: Op) -> Callable[..., Any]:
+        return self.op(op, ranks=self.rank.size, peer_access=self.group.peers is not None)
+
+    def _widths(self, columns: Columns) -> tuple[int, ...]:
+        """Return the number of columns of each rank."""
         ranks = (Rank(index, self.rank.size) for index in range(self.rank.size))
-        widths = tuple(count_columns(columns, rank) for rank in ranks)
-        return partial(self.op(exchange, ranks=self.rank.size), widths=widths, group=self.group)
+        return tuple(count_columns(columns, rank) for rank in ranks)
 
     def cut(self, parameter: Tensor | None, ranges: Ranges, total: int, axis: int = 0) -> None:
         """Record which slice of the whole parameter this one is. ranges: () for all of it."""

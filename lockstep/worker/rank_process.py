@@ -1,6 +1,7 @@
 """Process of a rank after the first: it executes what the first rank's process broadcasts."""
 
 import os
+import socket
 import threading
 import traceback
 from collections import deque
@@ -128,11 +129,17 @@ def connect_store(host: str, port: int, size: int, *, first: bool = False) -> di
     return dist.TCPStore(host, port, size, first, timeout, wait_for_workers=False)
 
 
-def make_group(device: str, store: dist.Store, index: int, size: int) -> RankGroup:
+def make_group(config: EngineConfig, store: dist.Store, index: int, size: int) -> RankGroup:
     """Join the group: all ranks call it at about the same time."""
-    if device == "cpu":
+    if pick_device(config) == "cpu":
         return GlooGroup(store, index, size, EXCHANGE_SECONDS)
+    # Imported here: Triton is for GPUs.
+    from lockstep.kernels.exchange.peer_memory import PeerGroup, reaches_peers
+
     torch.cuda.set_device(index)
+    by_nccl = config.disable_custom_all_reduce
+    if not by_nccl and reaches_peers(store, index, size, socket.gethostname()):
+        return PeerGroup(store, index, size, EXCHANGE_SECONDS)
     return NcclGroup(store, index, size, EXCHANGE_SECONDS)
 
 
@@ -246,7 +253,7 @@ def run_rank(
     try:
         store = connect_store(settings.host, settings.port, settings.size)
         reporter.report(Joined())
-        group = make_group(pick_device(config), store, settings.index, settings.size)
+        group = make_group(config, store, settings.index, settings.size)
         RankLoop(receiver.receive, reporter.report).run(config, hooks, group)
     except EOFError:  # the first rank has ended
         os._exit(0)

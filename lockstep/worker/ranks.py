@@ -174,7 +174,7 @@ class PeerRanks:
             threading.Thread(target=watch, name="lockstep-ranks", daemon=True).start()
             self._expect(Joined)
             broadcaster.unname()
-            self.group = self._running.group = make_group(device, store, 0, size)
+            self.group = self._running.group = make_group(config, store, 0, size)
         except BaseException:
             self._finalizer()
             raise

@@ -7,12 +7,17 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.backends import load, load_cases
-from lockstep.kernels.exchange import ALONE, exchange
+from lockstep.kernels.exchange import ALONE, exchange, exchange_add_rms_norm
 from lockstep.kernels.exchange.group import DryGroup
+from lockstep.kernels.norm import add_rms_norm
 from tests.thread_ranks import ThreadGroup, run_ranks
 
 load()
 BACKENDS = ("reference", "cpu")
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -22,7 +27,17 @@ def test_columns_are_in_the_order_of_the_ranks(backend: str, dtype: torch.dtype)
         expected = torch.cat(arguments["group"].parts, dim=1)
         found = exchange.backends[backend].run(**arguments)
         assert found.dtype == dtype and found.shape == expected.shape, name
-        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), name
+        assert torch.equal(bits(found), bits(expected)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_norm_adds_the_columns_of_all_ranks(backend: str, dtype: torch.dtype) -> None:
+    for name, arguments in load_cases(exchange_add_rms_norm)(dtype):
+        delta = torch.cat(arguments["group"].parts, dim=1)
+        expected = add_rms_norm(arguments["x"], delta, arguments["weight"], 1e-6, 1.0)
+        found = exchange_add_rms_norm.backends[backend].run(**arguments)
+        assert all(map(torch.equal, map(bits, found), map(bits, expected))), name
 
 
 @pytest.mark.parametrize("widths", [(16, 16), (24, 16, 16), (8, 8, 8, 8)], ids=str)
@@ -46,6 +61,8 @@ def test_a_dry_group_knows_shapes() -> None:
     assert found.shape == (3, 56)
 
 
-def test_the_device_decides_the_library() -> None:
-    assert exchange.choose(device="cpu", ranks=2) == "cpu"
-    assert exchange.choose(device="cuda", ranks=2) == "nccl"
+@pytest.mark.parametrize("op", [exchange, exchange_add_rms_norm])
+def test_the_device_decides_the_library(op: Any) -> None:
+    assert op.choose(device="cpu", ranks=2, peer_access=False) == "cpu"
+    assert op.choose(device="cuda", ranks=2, peer_access=False) == "nccl"
+    assert op.choose(device="cuda", ranks=2, peer_access=True) == "push"

@@ -1,39 +1,47 @@
 """Groups of ranks: what they are and how tensors of equal shape travel between them."""
 
 import threading
+from abc import ABC, abstractmethod
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from lockstep.kernels.exchange.device_push import Peers
+
 ABORT_SECONDS = 5.0
 """Seconds that NCCL has to abort."""
 
 
-class RankGroup(Protocol):
-    """Ranks that compute one model together. index: of this rank, 0 to size - 1."""
+class RankGroup(ABC):
+    """Ranks that compute one model together.
 
-    @property
-    def index(self) -> int: ...
+    index: of this rank, 0 to size - 1. peers: memory of all ranks' GPUs, where each GPU writes that
+    of all others, else None.
+    """
 
-    @property
-    def size(self) -> int: ...
+    index: int
+    size: int
+    peers: "Peers | None" = None
 
+    @abstractmethod
     def all_gather(self, local: Tensor) -> Tensor:
         """Return every rank's tensor [size, ...]; `local` has the same shape on all ranks.
 
         Raises RuntimeError where a rank has ended or does not answer in time.
         """
-        ...
 
-    def close(self) -> None:
+    def check(self) -> None:  # noqa: B027
+        """Raise ComputeError if an exchange ended without a rank."""
+
+    def close(self) -> None:  # noqa: B027
         """Leave the group: exchanges that still wait for another rank end by an error."""
-        ...
 
 
-class Alone:
+class Alone(RankGroup):
     """Group of a single rank."""
 
     index = 0
@@ -43,15 +51,12 @@ class Alone:
         """Return the tensor as [1, ...]."""
         return local[None]
 
-    def close(self) -> None:
-        """See RankGroup."""
-
 
 ALONE = Alone()
 """The group of a rank without peers."""
 
 
-class DryGroup:
+class DryGroup(RankGroup):
     """Group whose tensors have shapes and no values: for dry runs of a step."""
 
     def __init__(self, index: int, size: int) -> None:
@@ -62,14 +67,12 @@ class DryGroup:
         """Return an unfilled tensor [size, ...]."""
         return local.new_empty(self.size, *local.shape)
 
-    def close(self) -> None:
-        """See RankGroup."""
 
-
-class GlooGroup:
+class GlooGroup(RankGroup):
     """Group of processes that exchange tensors of CPUs by gloo.
 
-    seconds: time after which a rank that does not answer is an error.
+    seconds: time after which a rank that does not answer is an error. Connections end with the
+    processes of the other ranks.
     """
 
     def __init__(self, store: dist.Store, index: int, size: int, seconds: float) -> None:
@@ -86,11 +89,8 @@ class GlooGroup:
         self._group.allgather([parts], [local.contiguous().view(-1).view(torch.uint8)]).wait()
         return gathered
 
-    def close(self) -> None:
-        """See RankGroup. Connections end with the processes of the other ranks."""
 
-
-class NcclGroup:
+class NcclGroup(RankGroup):
     """Group of processes that exchange tensors of GPUs by NCCL, also inside CUDA graphs."""
 
     def __init__(self, store: dist.Store, index: int, size: int, seconds: float) -> None:
