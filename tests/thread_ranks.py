@@ -45,7 +45,7 @@ class ThreadGroup(RankGroup):
 class ThreadRanks:
     """The other ranks of a model, as threads."""
 
-    def __init__(self, config: EngineConfig, hooks: CheckHooks) -> None:
+    def __init__(self, config: EngineConfig, hooks: CheckHooks, progress: Any) -> None:
         size = config.tensor_parallel_size
         self.barrier = threading.Barrier(size)
         parts: list[Any] = [None] * size
@@ -95,7 +95,9 @@ class ThreadRanks:
     def abandon(self, why: str) -> None:
         self.barrier.abort()
 
-    def close(self) -> None:
+    def call_on_failure(self, function: Any) -> None: ...
+
+    def close(self, why: str = "") -> None:
         self.barrier.abort()
         self.send(Stop())
 

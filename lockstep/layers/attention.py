@@ -106,7 +106,7 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
-        qkv = self.qkv(x)
+        qkv = self.qkv(x, ctx)
         q = self._place(qkv, ctx)
         mixed = self.attend(
             q,
@@ -120,7 +120,7 @@ class Attention(nn.Module):
             # The op reads the gates from the projections themselves, without a copy.
             qkv if self.gated else None,
         )
-        return self.out(mixed.flatten(1))
+        return self.out(mixed.flatten(1), ctx)
 
     def weights(self) -> dict[str, Target]:
         """Map the checkpoint's tensors, by name within the module, to their destinations."""

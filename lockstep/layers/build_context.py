@@ -26,6 +26,8 @@ from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear import draft_linear
 from lockstep.kernels.linear.probe import Probed
 from lockstep.kernels.norm import add_rms_norm
+from lockstep.layers.adapters import NO_ADAPTERS, AdapterTable
+from lockstep.layers.exchange import Exchange
 from lockstep.layers.kv_format import LayerKVFormats
 from lockstep.layers.memory_budget import MemoryBudget
 from lockstep.layers.sharding import Columns, Rank, Shard, count_columns
@@ -61,8 +63,8 @@ class BuildContext:
     checkpoint may have. weight_format: None for plain weights. arch: architecture of a GPU
     that is not present, such as 86; None for the device's. kv: KV cache format of each layer.
     state_dtype: dtype of recurrent state between steps.
-    group: the tensor-parallel ranks. shards: of the parameters that are cut across ranks, by their
-    id().
+    group: the tensor-parallel ranks. adapters: those that linear layers make room for. shards: of
+    the parameters that are cut across ranks, by their id().
     """
 
     device: str
@@ -81,6 +83,7 @@ class BuildContext:
     kv: LayerKVFormats = LayerKVFormats()
     state_dtype: torch.dtype = torch.float32
     group: RankGroup = ALONE
+    adapters: AdapterTable = NO_ADAPTERS
     shards: dict[int, Shard] = field(default_factory=dict)
     choices: list[BackendChoice] = field(default_factory=list)
     probed: dict[tuple[int, int, torch.dtype], Probed] = field(default_factory=dict)
@@ -165,42 +168,41 @@ class BuildContext:
         self.choices.append(BackendChoice(self.layer, op.name, name, refused))
         return op.backends[name].run
 
-    def exchange(self, columns: Columns, act: Activation | None = None) -> Gather:
+    def exchange(self, columns: Columns, rows: int = 1, act: Activation | None = None) -> Gather:
         """Return the function that gathers these columns: [T, this rank's] -> [T, all].
 
-        It takes split-K partials [P, T, this rank's] fp32 too. act: makes the columns from its
-        argument.
+        It takes split-K partials [P, T, this rank's] fp32 too.
+
+        Args:
+            rows: that each token of a step has, such as one for each of its experts.
+            act: makes the columns from the argument.
         """
         if self.rank.size == 1:
             return all_columns
-        run = self._exchange_op(exchange)
-        return partial(
-            run, widths=self._widths(columns), group=self.group, dtype=self.dtype, act=act
-        )
+        return self._exchange(exchange, columns, rows, dtype=self.dtype, act=act)
 
     def activation(self, op: Op, columns: Columns) -> Gather:
         """Return the function that applies an activation op and gathers its columns [T, all]."""
         run = self.op(op)
         if self.rank.size == 1:
             return run
-        return self.exchange(columns, Activation(cast(Act, op.name), run))
+        return self.exchange(columns, act=Activation(cast(Act, op.name), run))
 
     def add_rms_norm(self, width: int) -> AddNorm:
         """Return add_rms_norm for a delta that has this rank's columns of `width`."""
         run: AddNorm = self.op(add_rms_norm, width=width)
         if self.rank.size == 1:
             return run
-        widths = self._widths(Columns.of(width))
-        fused = self._exchange_op(exchange_add_rms_norm)
-        return partial(fused, widths=widths, group=self.group, add_norm=run)
+        return self._exchange(exchange_add_rms_norm, Columns.of(width), add_norm=run)
 
-    def _exchange_op(self, op: Op) -> Callable[..., Any]:
-        return self.op(op, ranks=self.rank.size, peer_access=self.group.peers is not None)
-
-    def _widths(self, columns: Columns) -> tuple[int, ...]:
-        """Return the number of columns of each rank."""
+    def _exchange(self, op: Op, columns: Columns, rows: int = 1, **options: Any) -> Exchange:
+        """Return the exchange of these columns by an op, bound to these options."""
         ranks = (Rank(index, self.rank.size) for index in range(self.rank.size))
-        return tuple(count_columns(columns, rank) for rank in ranks)
+        widths = tuple(count_columns(columns, rank) for rank in ranks)
+        run = self.op(op, ranks=self.rank.size, peer_access=self.group.peers is not None)
+        received = (sum(widths) - widths[self.rank.index]) * self.dtype.itemsize
+        bound = partial(run, widths=widths, group=self.group, **options)
+        return Exchange(bound, self.layer, rows * received)
 
     def cut(self, parameter: Tensor | None, ranges: Ranges, total: int, axis: int = 0) -> None:
         """Record which slice of the whole parameter this one is. ranges: () for all of it."""

@@ -177,9 +177,9 @@ class LatentAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
-        q, kv = self.down.parts(x)
+        q, kv = self.down.parts(x, ctx)
         if self.q_norm is not None and self.q_up is not None:
-            q = self.q_up(self.q_norm(q))
+            q = self.q_up(self.q_norm(q), ctx)
         q = q.unflatten(1, (self.heads, self.plain + self.turned))
         turned = self._place(q, kv, ctx)
         mixed = self.attend(
@@ -193,7 +193,7 @@ class LatentAttention(nn.Module):
             ctx.shape.query_len,
             self.scale,
         )
-        return self.out(self.absorbed.expand(mixed).flatten(1))
+        return self.out(self.absorbed.expand(mixed).flatten(1), ctx)
 
     def weights(self) -> dict[str, Target]:
         """Map the checkpoint's tensors, by name within the module, to their destinations."""

@@ -32,7 +32,7 @@ class GatedMLP(nn.Module):
         self.down = PartialLinear(build, inner, {"down_proj": Columns.of(hidden)}, bias=bias)
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
-        return self.down(self.act(self.gate_up(x)))
+        return self.down(self.act(self.gate_up(x, ctx)), ctx)
 
     def weights(self) -> dict[str, Target]:
         """Map the checkpoint's tensors, by name within the module, to their destinations."""
@@ -52,7 +52,7 @@ class ReluMLP(nn.Module):
         self.down = PartialLinear(build, inner, {"down_proj": Columns.of(hidden)}, bias=bias)
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
-        return self.down(self.act(self.up(x)))
+        return self.down(self.act(self.up(x, ctx)), ctx)
 
     def weights(self) -> dict[str, Target]:
         """Map the checkpoint's tensors, by name within the module, to their destinations."""

@@ -305,25 +305,25 @@ class MoE(nn.Module):
         up = dict.fromkeys(up_names, Columns.of(inner))
         self.up = ExpertWeight(*sizes, width, up, fused)
         self.down = ExpertWeight(*sizes, inner, {down_name: Columns.of(width)}, "down_proj")
-        self.gather_inner = build.exchange(Columns.of(inner))
+        self.gather_inner = build.exchange(Columns.of(inner), rows=self.top_k)
         quantized = self.up.weight is None or self.down.weight is None
         self.mlp_op = build.op(
             experts_op, experts=self.experts, top_k=self.top_k, quantized=quantized
         )
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
-        routed = self.dispatch(x)
+        routed = self.dispatch(x, ctx)
         if self.into_latent is None or self.out_of_latent is None:
             # The op combines in the launch of the last expert's product.
             return self.grouped_mlp(x, routed, routed.shared, routed.shared_gate)
-        latent = self.grouped_mlp(self.into_latent(x), routed)
-        return self.combine(self.out_of_latent(latent), routed)
+        latent = self.grouped_mlp(self.into_latent(x, ctx), routed)
+        return self.combine(self.out_of_latent(latent, ctx), routed)
 
-    def dispatch(self, x: Tensor) -> Dispatched:
+    def dispatch(self, x: Tensor, ctx: StepContext) -> Dispatched:
         """Choose the experts of each token, and run the shared expert."""
         # Strided views of one tensor, which the op reads without copies.
-        fused, logits, gate = self.router(x).split(self.widths, dim=-1)
-        shared_inner = fused if self.shared_up is None else self.shared_up(x)
+        fused, logits, gate = self.router(x, ctx).split(self.widths, dim=-1)
+        shared_inner = fused if self.shared_up is None else self.shared_up(x, ctx)
         ids, weights, activated, shared_gate = self.route(
             logits,
             self.top_k,
@@ -332,7 +332,7 @@ class MoE(nn.Module):
             shared_gate=gate if gate.shape[-1] else None,
             **self.choice,
         )
-        shared = None if self.shared_down is None else self.shared_down(activated)
+        shared = None if self.shared_down is None else self.shared_down(activated, ctx)
         return Dispatched(ids, weights, shared, shared_gate)
 
     def grouped_mlp(

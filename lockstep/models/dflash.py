@@ -146,7 +146,7 @@ class BlockAttention(Attention):
     """
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
-        q = self._place(self.qkv(x), ctx)
+        q = self._place(self.qkv(x, ctx), ctx)
         rows = ctx.starts.shape[0]
         group = self.heads // self.kv_heads
         blocks = q.view(rows, -1, self.kv_heads, group, self.head_dim)
@@ -161,7 +161,7 @@ class BlockAttention(Attention):
             self.scale,
         )
         outputs = mixed.view(rows, self.kv_heads, -1, group, self.head_dim).transpose(1, 2)
-        return self.out(outputs.reshape(x.shape[0], -1))
+        return self.out(outputs.reshape(x.shape[0], -1), ctx)
 
 
 class BlockDraftModel(nn.Module):
@@ -206,7 +206,7 @@ class BlockDraftModel(nn.Module):
 
     def begin(self, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
         """Return the state [T, H] that keys and values are computed from."""
-        return self.hidden_norm(self.fc(torch.cat(aux_hidden_states, dim=-1)))
+        return self.hidden_norm(self.fc(torch.cat(aux_hidden_states, dim=-1), None))
 
     def forward(self, ids: Tensor, state: Tensor, ctx: StepContext) -> Tensor:
         """Return hidden states [T, H] of the tokens of blocks [T]; state is not read."""

@@ -397,7 +397,7 @@ class Eagle3Head(nn.Module):
         state = torch.cat(hidden_states, dim=-1)
         if self.before_fc is not None:
             state = self.before_fc(state)
-        return state if self.fc is None else self.fc(state)
+        return state if self.fc is None else self.fc(state, None)
 
     def forward(self, ids: Tensor, state: Tensor, ctx: StepContext) -> Tensor:
         """Return the next state [T, H'] of ids [T] and state [T, H']."""

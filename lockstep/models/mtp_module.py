@@ -105,4 +105,4 @@ class MTPModule(nn.Module, ABC):
 
     def _mixed(self, ids: Tensor, hidden: Tensor) -> Tensor:
         parts = [self.embed_norm(self.embed(ids)), self.hidden_norm(hidden)]
-        return self.fc(torch.cat(parts, dim=-1))
+        return self.fc(torch.cat(parts, dim=-1), None)

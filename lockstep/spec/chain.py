@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.kernels.drafting import mtp_inputs, next_draft_step
 from lockstep.spec.drafter import DraftContext, no_drafts
-from lockstep.step import NEVER, StepContext, StepShape, Verdict
+from lockstep.step import NEVER_FLUSH, StepContext, StepShape, Verdict
 
 
 def passes(rows: int, tokens: int, num_drafts: int) -> tuple[int, ...]:
@@ -84,4 +84,6 @@ class ChainDrafter:
         )
         shape = StepShape.uniform(step.shape.rows, 1)
         # Drafts may be rejected, so their pass must not write recurrent state.
-        return replace(step, shape=shape, logit_rows=slice(None), flush=NEVER, **vars(tensors))
+        return replace(
+            step, shape=shape, logit_rows=slice(None), flush=NEVER_FLUSH, **vars(tensors)
+        )

@@ -16,7 +16,7 @@ from lockstep.models.dflash import BlockCheckpoint, BlockDraftModel, Config
 from lockstep.quantization import read_weight_format
 from lockstep.spec.drafter import DraftContext, DraftModule
 from lockstep.spec.options import FolderOptions
-from lockstep.step import NEVER, StepContext, StepShape, Verdict
+from lockstep.step import NEVER_FLUSH, StepContext, StepShape, Verdict
 
 NEEDS_MODULE = True
 Options = FolderOptions
@@ -98,7 +98,7 @@ class BlockDrafter:
             step,
             shape=StepShape.uniform(step.shape.rows, width),
             logit_rows=slice(None),
-            flush=NEVER,
+            flush=NEVER_FLUSH,
             **vars(tensors),
         )
 

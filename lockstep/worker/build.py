@@ -17,6 +17,7 @@ from lockstep.config import DTYPES, EngineConfig, StepLimits
 from lockstep.errors import ConfigError
 from lockstep.kernels.backends import load as load_backends
 from lockstep.kernels.formats.kv.table import kv_format
+from lockstep.layers.adapters import NO_ADAPTERS
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.kv_format import LayerKVFormats
 from lockstep.layers.linear import probe
@@ -255,7 +256,7 @@ def build_draft(
 ) -> Any:
     """Build the configured drafter's module without weights; None where it has none.
 
-    Its ops may use any reduction tree: no draft changes an answer.
+    Its ops may use any reduction tree, and it drafts without adapters: no draft changes an answer.
     """
     options = config.speculative_config
     drafting = drafter_module(options.method) if options else None
@@ -263,6 +264,7 @@ def build_draft(
         return None
     inexact = build.at("draft")
     inexact.exact = False
+    inexact.adapters = NO_ADAPTERS
     kv_cache_dtype = getattr(options, "kv_cache_dtype", None)
     format = kv_format(kv_cache_dtype or config.kv_cache_dtype, build.dtype)
     inexact.kv = LayerKVFormats(format, setting="speculative_config kv_cache_dtype")

@@ -11,6 +11,7 @@ from torch import Tensor
 from lockstep.kernels.activations import relu2, silu_mul
 from lockstep.kernels.backends import load
 from lockstep.kernels.exchange import Activation, RankGroup, exchange, exchange_add_rms_norm, push
+from lockstep.kernels.exchange.cases import needed_columns
 from lockstep.kernels.exchange.device_push import TAGS, Peers
 from lockstep.kernels.exchange.peer_memory import FLAGS, SLOTS
 from lockstep.kernels.norm.triton import add_rms_norm_triton
@@ -82,6 +83,10 @@ def test_every_rank_has_all_columns_after_many_exchanges(
             whole = columns(generator, rows, sum(widths))
             local = whole.split(widths, 1)[group.index]
             assert equal(exchange.backends["push"].run(local, widths, group), whole)
+            needed = torch.arange(rows, dtype=torch.int32) * 11 % 27
+            found = push.exchange_push(local, widths, group, needed=needed)
+            read = needed_columns(needed, widths, rows)
+            assert equal(found[read], whole[read])
 
     run_processes(len(widths), run)
 

@@ -424,7 +424,7 @@ FAULTS = (
     ),
     Fault(
         "a stop token right at min_tokens passed over", "request", "scheduling.request",
-        "Request._judge",
+        "Request._set_finish_reason",
         "if len(self.output_token_ids) > self.params.min_tokens:\n"
         "    ...",
         "if len(self.output_token_ids) > self.params.min_tokens + 1:\n"
@@ -497,7 +497,7 @@ FAULTS = (
         "    ...",
     ),
     Fault(
-        "moves of a schedule are made again", "cache", HOST, "HostStore.settle",
+        "moves of a schedule are repeated", "cache", HOST, "HostStore.end_schedule",
         "[self.pool.evictions.pop($name) for $name in $evicted]",
         "[self.pool.evictions[$name] for $name in $evicted]",
     ),
@@ -526,8 +526,8 @@ FAULTS = (
         f"{OF_HOST}::test_restored_host_pages_are_not_evicted_by_their_hit",
     ),
     Fault(
-        "host memory outlives what is forgotten", "cache", "cache.cache", "Cache.forget",
-        "self.host.forget()",
+        "host memory outlives dropped prefixes", "cache", "cache.cache", "Cache.drop_cached",
+        "self.host.drop_cached()",
         "",
         f"{OF_HOST}::test_reset_empties_host_memory",
     ),
@@ -1309,15 +1309,15 @@ FAULTS = (
     Fault(
         "a draft model that recurs writes its state while it drafts", "drafter", "spec.chain",
         "ChainDrafter.on",
-        "replace($step, shape=$shape, logit_rows=slice(None), flush=NEVER, **vars($made))",
+        "replace($step, shape=$shape, logit_rows=slice(None), flush=NEVER_FLUSH, **vars($made))",
         "replace($step, shape=$shape, logit_rows=slice(None), **vars($made))",
         OF_RECURRENT_DRAFTS,
     ),
     Fault(
         "a draft's step takes states as they were before the step", "drafter", "spec.chain",
         "ChainDrafter.on",
-        "replace($step, shape=$shape, logit_rows=slice(None), flush=NEVER, **vars($made))",
-        "replace($step, shape=$shape, logit_rows=slice(None), flush=NEVER, **vars($made) | "
+        "replace($step, shape=$shape, logit_rows=slice(None), flush=NEVER_FLUSH, **vars($made))",
+        "replace($step, shape=$shape, logit_rows=slice(None), flush=NEVER_FLUSH, **vars($made) | "
         "{'folded': $step.folded})",
         OF_RECURRENT_DRAFTS,
     ),

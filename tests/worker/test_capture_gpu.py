@@ -66,7 +66,7 @@ def build(dtype: str, drafter: str, graph: str, preempt_every: int = 0, **settin
         **{"max_model_len": 1024, "max_num_seqs": 8, "num_gpu_blocks": 160, **settings},
     )
     hooks = CheckHooks(draft_policy=policy, preempt_every=preempt_every)
-    return LLM.over(build_engine(config, hooks=hooks))
+    return LLM.from_engine(build_engine(config, hooks=hooks))
 
 
 def generate_batches(llm: LLM) -> list[Answer]:

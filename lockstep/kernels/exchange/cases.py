@@ -1,6 +1,6 @@
 """Test cases of exchange: a group that plays back what the other ranks send."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,11 +50,14 @@ def _groups(dtype: torch.dtype) -> Iterator[tuple[str, list[Tensor], tuple[int, 
 
 
 def exchange_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield groups of equal and of unequal widths, a single row, no row,
-    activations and partials."""
+    """Yield groups of equal and of unequal widths, a single row, no row, rows of which a part is
+    needed, activations and partials."""
     for name, parts, widths, index in _groups(dtype):
         group = RecordedGroup(index, parts)
-        yield name, dict(local=parts[index], widths=widths, group=group)
+        arguments = dict(local=parts[index], widths=widths, group=group)
+        yield name, arguments
+        needed = torch.arange(len(parts[0]), dtype=torch.int32) * 5 % (max(widths) + 1)
+        yield f"{name}, a part of each row", arguments | {"needed": needed}
         # The second partial is 0, so that the sum is known.
         partials = torch.stack([parts[index].float(), torch.zeros_like(parts[index]).float()])
         group = RecordedGroup(index, parts)
@@ -87,3 +90,9 @@ def exchange_add_rms_norm_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[
 
 
 exchange_add_rms_norm_traits = exchange_traits
+
+
+def needed_columns(needed: Tensor | None, widths: Sequence[int], rows: int) -> Tensor:
+    """Return which columns of the result are defined: [T, N] bool."""
+    index = torch.cat([torch.arange(width) for width in widths])
+    return index < (torch.full((rows,), max(widths)) if needed is None else needed)[:, None]

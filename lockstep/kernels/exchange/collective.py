@@ -33,8 +33,9 @@ def exchange_nccl(
     group: RankGroup,
     dtype: torch.dtype | None = None,
     act: Activation | None = None,
+    needed: Tensor | None = None,
 ) -> Tensor:
-    """See lockstep.kernels.exchange.contract.exchange."""
+    """See lockstep.kernels.exchange.contract.exchange. All columns are sent."""
     if local.dim() == 3:
         local = reduce_partials(local, dtype or local.dtype)
     return gather_columns(local if act is None else act.run(local), widths, group)

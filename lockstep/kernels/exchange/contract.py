@@ -34,6 +34,7 @@ def exchange(
     group: RankGroup,
     dtype: torch.dtype | None = None,
     act: Activation | None = None,
+    needed: Tensor | None = None,
 ) -> Tensor:
     """Return the columns of all ranks [T, N], in the order of the ranks, on every rank.
 
@@ -45,6 +46,9 @@ def exchange(
             [P, T, n] fp32, whose tree_sum is rounded to dtype. Or the input of `act`.
         widths: number of columns of each rank; their sum is N.
         dtype: of the columns; None for that of `local`.
+        needed: [T] int32, equal on all ranks: how many leading columns of each rank the caller
+            reads from a row, 0 for none. Other columns of the result may hold anything, so that a
+            backend need not send them. None: all columns.
     """
     if local.dim() == 3:
         local = tree_sum(local).to(dtype)
@@ -77,8 +81,10 @@ def all_columns(local: Tensor) -> Tensor:
     return local
 
 
-def gather_columns(local: Tensor, widths: Sequence[int], group: RankGroup) -> Tensor:
-    """Gather columns [T, n] of all ranks through tensors of equal shape."""
+def gather_columns(
+    local: Tensor, widths: Sequence[int], group: RankGroup, needed: Tensor | None = None
+) -> Tensor:
+    """Gather all columns [T, n] of all ranks through tensors of equal shape: see exchange."""
     widest = max(widths)
     gathered = group.all_gather(pad(local, (0, widest - local.shape[1])))
     if min(widths) == widest:

@@ -51,14 +51,32 @@ def exchange_push(
     group: RankGroup,
     dtype: torch.dtype | None = None,
     act: Activation | None = None,
+    needed: Tensor | None = None,
 ) -> Tensor:
     """See lockstep.kernels.exchange.contract.exchange."""
     dtype = dtype or local.dtype
-    rows, total = local.shape[-2], sum(widths)
-    size = rows * total * dtype.itemsize
-    if group.peers is None or not 0 < size <= BUFFER_BYTES // 2:
-        return exchange_nccl(local, widths, group, dtype, act)
-    out = torch.empty(rows, total, dtype=dtype, device=local.device)
+    rows = local.shape[-2]
+    max_rows = BUFFER_BYTES // 2 // (sum(widths) * dtype.itemsize)
+    if group.peers is None or not rows or (rows > max_rows and needed is None):
+        return exchange_nccl(local, widths, group, dtype, act, needed)
+    out = torch.empty(rows, sum(widths), dtype=dtype, device=local.device)
+    for begin in range(0, rows, max_rows):
+        end = min(begin + max_rows, rows)
+        part = None if needed is None else needed[begin:end]
+        _launch(local[..., begin:end, :], out[begin:end], widths, group, act, part)
+    return out
+
+
+def _launch(
+    local: Tensor,
+    out: Tensor,
+    widths: Sequence[int],
+    group: RankGroup,
+    act: Activation | None,
+    needed: Tensor | None,
+) -> None:
+    """Launch the exchange of rows that fit into a buffer."""
+    rows, total = out.shape
     parts = local if local.dim() == 3 else local[None]
     tiles_per_row = triton.cdiv(max(widths), BLOCK)
     tiles = rows * tiles_per_row
@@ -68,13 +86,12 @@ def exchange_push(
         SIZE=group.size, PACKETS=PACKETS, PACKET_BYTES=PACKET_BYTES, BLOCK=BLOCK,
         TILES_PER_ROW=tiles_per_row, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    arguments = (local, out, group.peers, rows, parts.stride(1), parts.stride(0))
-    if size <= PACKET_LIMIT and _is_packed(dtype, widths):
+    arguments = (local, out, needed, group.peers, rows, parts.stride(1), parts.stride(0))
+    if out.nbytes <= PACKET_LIMIT and _is_packed(out.dtype, widths):
         push_packets_kernel[(tiles,)](*arguments, **options)
     else:
         options |= dict(BUFFERS=BUFFERS, BUFFER_BYTES=BUFFER_BYTES, FLAGS=FLAGS)
         push_kernel[(min(tiles, CTAS, SLOTS),)](*arguments, **options)
-    return out
 
 
 def _is_packed(dtype: torch.dtype, widths: Sequence[int]) -> bool:

@@ -44,8 +44,30 @@ def _columns(
 
 
 @triton.jit
+def _needed_columns(needed, row, WIDTH: tl.constexpr):
+    """Return how many leading columns of a rank cross in a row."""
+    if needed is None:
+        return WIDTH
+    else:
+        return tl.minimum(tl.load(needed + row), WIDTH)
+
+
+@triton.jit
+def _needed_packets(needed, row, WIDTH: tl.constexpr):
+    """Return how many leading packets of a rank cross in a row, at least one in the first row.
+
+    That one lets the peer know that this exchange has begun, so that the buffers may take turns.
+    """
+    if needed is None:
+        return WIDTH // 2
+    else:
+        packets = (_needed_columns(needed, row, WIDTH) + 1) // 2
+        return tl.where(row == 0, tl.maximum(packets, 1), packets)
+
+
+@triton.jit
 def _receive_tile(
-    peers, own, out, row, begin, tag, OFFSET: tl.constexpr, WIDTH: tl.constexpr,
+    peers, own, out, needed, row, begin, tag, OFFSET: tl.constexpr, WIDTH: tl.constexpr,
     TOTAL: tl.constexpr, PEER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Receive BLOCK of a peer's columns of a row, from `begin` on, and store them in out.
@@ -54,7 +76,7 @@ def _receive_tile(
     """
     pair = begin // 2 + tl.arange(0, BLOCK // 2)
     at = row * (TOTAL // 2) + OFFSET // 2 + pair
-    packets = receive(peers, own + at, pair < WIDTH // 2, tag, PEER)
+    packets = receive(peers, own + at, pair < _needed_packets(needed, row, WIDTH), tag, PEER)
     column = begin + tl.arange(0, BLOCK)
     values = unpack(packets, out.dtype.element_ty)
     tl.store(out + row * TOTAL + OFFSET + column, values, mask=column < WIDTH)
@@ -62,7 +84,7 @@ def _receive_tile(
 
 @triton.jit
 def push_packets_kernel(
-    local, out, peers, rows, stride, part, PARTS: tl.constexpr, ACT: tl.constexpr,
+    local, out, needed, peers, rows, stride, part, PARTS: tl.constexpr, ACT: tl.constexpr,
     WIDTHS: tl.constexpr, OFFSETS: tl.constexpr, TOTAL: tl.constexpr, RANK: tl.constexpr,
     SIZE: tl.constexpr, PACKETS: tl.constexpr, PACKET_BYTES: tl.constexpr, BLOCK: tl.constexpr,
     TILES_PER_ROW: tl.constexpr,
@@ -74,6 +96,7 @@ def push_packets_kernel(
     Args:
         local: this rank's columns, or what ACT makes them of, rows `stride` elements apart; PARTS
             split-K partials are `part` elements apart.
+        needed: [rows] int32, see the op; None: all columns.
         WIDTHS, OFFSETS: of the ranks' columns in out, even numbers.
         PACKETS, PACKET_BYTES: offset and size of the two buffers of packets.
     """
@@ -86,19 +109,19 @@ def push_packets_kernel(
     row = tile // TILES_PER_ROW
     begin = tile % TILES_PER_ROW * BLOCK
     column = begin + tl.arange(0, BLOCK)
-    pair = begin + 2 * tl.arange(0, BLOCK // 2)
+    pair = begin // 2 + tl.arange(0, BLOCK // 2)
     live = column < WIDTHS[RANK]
     values = _columns(local, row, column, live, stride, part, dtype, PARTS, ACT, WIDTHS[RANK])
     packets = pack(values, tag)
-    at = region + (row * TOTAL + OFFSETS[RANK] + begin) // 2 + tl.arange(0, BLOCK // 2)
+    at = region + row * (TOTAL // 2) + OFFSETS[RANK] // 2 + pair
     for step in tl.static_range(1, SIZE):
         theirs = memory_of(peers, (RANK + step) % SIZE, PACKETS, tl.uint64)
-        tl.store(theirs + at, packets, mask=pair < WIDTHS[RANK])
+        tl.store(theirs + at, packets, mask=pair < _needed_packets(needed, row, WIDTHS[RANK]))
     tl.store(out + row * TOTAL + OFFSETS[RANK] + column, values, mask=live)
     own = memory_of(peers, RANK, PACKETS, tl.uint64)
     for step in tl.static_range(1, SIZE):
         _receive_tile(
-            peers, own + region, out, row, begin, tag, OFFSETS[(RANK + step) % SIZE],
+            peers, own + region, out, needed, row, begin, tag, OFFSETS[(RANK + step) % SIZE],
             WIDTHS[(RANK + step) % SIZE], TOTAL, (RANK + step) % SIZE, BLOCK,
         )  # fmt: skip
     end_exchange(peers, epoch)
@@ -106,7 +129,7 @@ def push_packets_kernel(
 
 @triton.jit
 def push_kernel(
-    local, out, peers, rows, stride, part, PARTS: tl.constexpr, ACT: tl.constexpr,
+    local, out, needed, peers, rows, stride, part, PARTS: tl.constexpr, ACT: tl.constexpr,
     WIDTHS: tl.constexpr, OFFSETS: tl.constexpr, TOTAL: tl.constexpr, RANK: tl.constexpr,
     SIZE: tl.constexpr, PACKETS: tl.constexpr, PACKET_BYTES: tl.constexpr, BUFFERS: tl.constexpr,
     BUFFER_BYTES: tl.constexpr, FLAGS: tl.constexpr, BLOCK: tl.constexpr,
@@ -134,7 +157,8 @@ def push_kernel(
         at = row * TOTAL + OFFSETS[RANK] + column
         for step in tl.static_range(1, SIZE):
             theirs = memory_of(peers, (RANK + step) % SIZE, BUFFERS, dtype) + region
-            tl.store(theirs + at, values, mask=live)
+            sent = column < _needed_columns(needed, row, WIDTHS[RANK])
+            tl.store(theirs + at, values, mask=sent)
         tl.store(out + at, values, mask=live)
     post_flags(peers, cta, epoch, RANK, SIZE, FLAGS)
     wait_for_flags(peers, cta, epoch, RANK, SIZE, FLAGS)
@@ -144,7 +168,7 @@ def push_kernel(
         column = tile % TILES_PER_ROW * BLOCK + lane
         for step in tl.static_range(1, SIZE):
             at = row * TOTAL + OFFSETS[(RANK + step) % SIZE] + column
-            live = column < WIDTHS[(RANK + step) % SIZE]
+            live = column < _needed_columns(needed, row, WIDTHS[(RANK + step) % SIZE])
             # Not through L1, which the writes of other GPUs do not update.
             values = tl.load(own + at, mask=live, cache_modifier=".cg")
             tl.store(out + at, values, mask=live)
