@@ -145,7 +145,7 @@ class InProcessExecutor:
             raise
 
     def probe(self) -> None:
-        """Run an empty step and wait for it. Raises what it raises."""
+        """Run an empty step and wait for it. Raises the step's error."""
         self.collective_rpc(methodcaller("probe"))
 
     def collective_rpc(self, function: Callable[[Worker], T]) -> T:
@@ -170,7 +170,7 @@ class InProcessExecutor:
 
 
 class HasExecutor(Protocol):
-    """An engine."""
+    """Engine that owns an executor."""
 
     @property
     def executor(self) -> object: ...
