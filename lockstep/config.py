@@ -29,6 +29,8 @@ DTYPES: tuple[str, ...] = get_args(Dtype)
 GRAPH_MODES: tuple[str, ...] = get_args(GraphMode)
 MAX_ROWS = 1024
 """Maximum rows of the row table: the largest row count that GPU steps are padded to."""
+MAX_RANKS = 64
+"""Maximum tensor-parallel ranks, over all nodes."""
 WINDOWS_PAST_END = 3
 """Windows of K + 1 tokens that a row may reach past max_model_len: one for each of two steps in
 flight while the host does not know that the row has ended, and one for the drafts after them."""
@@ -163,8 +165,28 @@ class EngineConfig(Settings):
         False, "load no tokenizer: prompts and outputs are token ids", remedy=_CHOOSE_ONE
     )
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = setting(0, "seed of dummy weights")
-    tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = setting(
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=MAX_RANKS)] = setting(
         1, "number of GPUs (on a CPU: processes) that hold the model together"
+    )
+    nnodes: Annotated[int, Field(ge=1, le=MAX_RANKS)] = setting(
+        1, "number of hosts that run the ranks; every one runs equally many"
+    )
+    node_rank: Annotated[int, Field(ge=0, le=MAX_RANKS - 1)] = setting(
+        0, "number of this host, from 0; the others run without an HTTP server"
+    )
+    master_addr: Annotated[str, Field(min_length=1, max_length=255)] = setting(
+        "127.0.0.1",
+        "address of the host with --node-rank 0",
+        allowed="a host name or an address",
+        remedy="Name the host that runs with --node-rank 0.",
+    )
+    master_port: Annotated[int, Field(ge=1, le=65_535)] = setting(
+        29501,
+        "port on which the host with --node-rank 0 expects the others",
+        remedy="Choose another, the same on all hosts.",
+    )
+    distributed_timeout_seconds: Annotated[int, Field(ge=1, le=86_400)] = setting(
+        600, "seconds that hosts wait for each other at the start, and ranks in an exchange"
     )
     audit: bool = setting(
         False,
@@ -191,6 +213,7 @@ class EngineConfig(Settings):
                 f"num_gpu_blocks={self.num_gpu_blocks} is not allowed with kv_cache_memory_bytes="
                 f"{self.kv_cache_memory_bytes}: both set the size of the cache. Remove one."
             )
+        self._check_nodes()
         speculative = self.speculative_config
         if speculative is None or speculative.synthetic_acceptance is None:
             return
@@ -202,11 +225,34 @@ class EngineConfig(Settings):
                 "load_format='dummy' (random weights). Remove it, or choose dummy."
             )
 
+    def _check_nodes(self) -> None:
+        """Raise ConfigError for a number of ranks or a node_rank that nnodes does not allow."""
+        nodes = self.nnodes
+        if self.node_rank >= nodes:
+            raise ConfigError(
+                f"node_rank={self.node_rank} is not allowed with nnodes={nodes}; allowed: 0 to "
+                f"{nodes - 1}. Correct one of them."
+            )
+        if self.tensor_parallel_size % nodes:
+            below = self.tensor_parallel_size // nodes * nodes
+            sizes = [str(size) for size in (below, below + nodes) if 0 < size <= MAX_RANKS]
+            raise ConfigError(
+                f"tensor_parallel_size={self.tensor_parallel_size} is not allowed with "
+                f"nnodes={nodes}; allowed: multiples of {nodes}, such as {' or '.join(sizes)}: "
+                "every node runs equally many ranks. Choose one of these sizes."
+            )
+
     @classmethod
     def read(cls, **settings: Any) -> "EngineConfig":
         """Build a config from keyword arguments. Raises ConfigError for an unknown name."""
         check_names(cls, settings, "setting", "Remove or rename it.")
         return cls(**settings)
+
+    @property
+    def node_ranks(self) -> range:
+        """Return the tensor-parallel ranks that this node runs."""
+        size = self.tensor_parallel_size // self.nnodes
+        return range(self.node_rank * size, (self.node_rank + 1) * size)
 
     @property
     def max_drafts(self) -> int:

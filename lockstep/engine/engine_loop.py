@@ -82,7 +82,9 @@ class EngineLoop:
 
         A step that raises ends the requests that it computed, and the loop goes on.
         """
+        executor = self.engine.executor
         try:
+            executor.call_on_failure(self._end_by_failure)
             self._serve()
         except EngineDeadError as error:
             log.exception("the engine cannot go on")
@@ -91,8 +93,17 @@ class EngineLoop:
             log.exception("the engine cannot go on")
             return "it failed outside of a step"
         finally:
+            executor.call_on_failure(None)  # the executor must not keep the engine alive
             self._notify_idle()
         return None
+
+    def _end_by_failure(self, why: str) -> None:
+        """Make run() return the failure of a worker, which an idle engine would not notice."""
+
+        def fail() -> None:
+            raise EngineDeadError(why)
+
+        self._commands.put(fail)
 
     def _serve(self) -> None:
         while self._take_commands():

@@ -80,7 +80,9 @@ class _Host:
         why = self._loop.run()
         self._ended.set()
         heartbeats.join()
-        if why is not None:
+        if why is None:
+            self._engine.executor.close()
+        else:
             self._report(Ended(why))
 
     def _report(self, message: Report) -> None:

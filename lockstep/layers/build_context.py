@@ -16,6 +16,7 @@ from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear import draft_linear
 from lockstep.kernels.linear.probe import Probed
 from lockstep.layers.adapters import NO_ADAPTERS, AdapterTable
+from lockstep.layers.exchange import Exchange
 from lockstep.layers.kv_format import LayerKVFormats
 from lockstep.layers.memory_budget import MemoryBudget
 from lockstep.layers.sharding import Columns, Rank, Shard, count_columns
@@ -156,13 +157,18 @@ class BuildContext:
         self.choices.append(BackendChoice(self.layer, op.name, name, refused))
         return op.backends[name].run
 
-    def exchange(self, columns: Columns) -> Gather:
-        """Return the function that gathers these columns: [T, this rank's] -> [T, all]."""
+    def exchange(self, columns: Columns, rows: int = 1) -> Gather:
+        """Return the function that gathers these columns: [T, this rank's] -> [T, all].
+
+        rows: that each token of a step has, such as one for each of its experts.
+        """
         if self.rank.size == 1:
             return all_columns
         ranks = (Rank(index, self.rank.size) for index in range(self.rank.size))
         widths = tuple(count_columns(columns, rank) for rank in ranks)
-        return partial(self.op(exchange, ranks=self.rank.size), widths=widths, group=self.group)
+        run = partial(self.op(exchange, ranks=self.rank.size), widths=widths, group=self.group)
+        received = (sum(widths) - widths[self.rank.index]) * self.dtype.itemsize
+        return Exchange(run, self.layer, rows * received)
 
     def cut(self, parameter: Tensor | None, ranges: Ranges, total: int, axis: int = 0) -> None:
         """Record which slice of the whole parameter this one is. ranges: () for all of it."""

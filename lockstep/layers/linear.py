@@ -447,10 +447,14 @@ class ResidualLinear(PartialLinear):
 
 
 class VocabularyShard:
-    """Range of the vocabulary whose rows of a weight a rank stores. tokens: the range."""
+    """Range of the vocabulary whose rows [*, H] of a weight a rank stores.
 
-    def __init__(self, build: BuildContext, vocab: int) -> None:
-        self.group = build.group
+    tokens: the range. gather: exchange of a row of each rank, [T, H] -> [T, ranks * H].
+    """
+
+    def __init__(self, build: BuildContext, vocab: int, hidden: int) -> None:
+        self.size = build.rank.size
+        self.gather = build.exchange(Columns.heads(self.size, hidden))
         self.tokens = build.rank.columns(vocab)
         ranks = (Rank(index, build.rank.size) for index in range(build.rank.size - 1))
         ends = [rank.columns(vocab).stop for rank in ranks]
@@ -461,12 +465,12 @@ class VocabularyShard:
 
         rows: returns the rows of this rank by their index in `tokens`.
         """
-        if self.group.size == 1:
+        if self.size == 1:
             return rows(ids)
         local = rows((ids - self.tokens.start).clamp(0, len(self.tokens) - 1))
         owners = torch.bucketize(ids, self.ends, right=True)
-        at = owners * len(ids) + torch.arange(len(ids), device=ids.device)
-        return self.group.all_gather(local).flatten(0, 1)[at]
+        at = torch.arange(len(ids), device=ids.device) * self.size + owners
+        return self.gather(local).view(len(ids) * self.size, -1)[at]
 
 
 class Embedding(nn.Module):
@@ -479,7 +483,8 @@ class Embedding(nn.Module):
         super().__init__()
         self.columns = Columns.of(vocab)
         self.rank = build.rank
-        self.shard = VocabularyShard(build, vocab)
+        self.shard = VocabularyShard(build, vocab, hidden)
+        self.gather = self.shard.gather  # registered here, for those who walk the model
         self.weight = build.matrix(len(self.shard.tokens), hidden)
         build.cut(self.weight, self.columns.ranges(build.rank), vocab)
 
@@ -519,7 +524,7 @@ class Head(Gemm):
         self.shard: VocabularyShard | None = None
         self.gather_logits: Gather = all_columns
         if isinstance(vocab, Columns):
-            self.shard = VocabularyShard(build, total)
+            self.shard = VocabularyShard(build, total, hidden)
             self.gather_logits = build.exchange(vocab)
 
     def forward(self, x: Tensor, begin: int = 0, out: Tensor | None = None) -> Tensor:

@@ -306,7 +306,7 @@ class MoE(nn.Module):
         up = dict.fromkeys(up_names, Columns.of(inner))
         self.up = ExpertWeight(*sizes, width, up, fused)
         self.down = ExpertWeight(*sizes, inner, {down_name: Columns.of(width)}, "down_proj")
-        self.gather_inner = build.exchange(Columns.of(inner))
+        self.gather_inner = build.exchange(Columns.of(inner), rows=self.top_k)
         quantized = self.up.weight is None or self.down.weight is None
         self.mlp_op = build.op(
             experts_op, experts=self.experts, top_k=self.top_k, quantized=quantized

@@ -226,7 +226,7 @@ class Decoder(nn.Module, ABC):
         c = config
         # Before any layer is built: KV formats by layer refer to the numbers of attention layers.
         build.kv = build.kv.resolved(self.attention_layers())
-        self.embed = Embedding(build, c.vocab_size, c.hidden_size)
+        self.embed = Embedding(build.at("embed"), c.vocab_size, c.hidden_size)
         self.blocks = nn.ModuleList(Block(*sublayers) for sublayers in self.layers(build))
         self.norm = AddRMSNorm(build.at("norm"), c.hidden_size, c.eps, c.norm_offset)
         tied = self.embed.weight if c.tied else None

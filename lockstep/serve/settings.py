@@ -33,6 +33,9 @@ class ServerSettings(Settings):
         remedy="Choose another with --port.",
     )
     uds: str | None = setting(None, "Unix socket to listen on, instead of a port")
+    headless: bool = setting(
+        False, "start no HTTP server, as every node but --node-rank 0 does anyway"
+    )
     root_path: Annotated[str, Field(pattern=r"^(/[^?#\s]*[^?#\s/])?$")] = setting(
         "",
         "path prefix under which a proxy publishes the server, e.g. /llm",
