@@ -73,7 +73,7 @@ class BuildContext:
     max_positions: int
     exact: bool = True
     layer: str = ""
-    named: str = ""
+    name_prefix: str = ""
     path: str = ""
     max_model_len: int = 0
     tensors: Mapping[str, Mapping[str, TensorInfo]] | None = None
@@ -103,7 +103,7 @@ class BuildContext:
         layer's name).
         """
         copied = copy(self)
-        copied.layer = layer if layer == self.layer else self.named + layer
+        copied.layer = layer if layer == self.layer else self.name_prefix + layer
         copied.path = layer if path is None else path
         return copied
 
@@ -111,7 +111,7 @@ class BuildContext:
         """Return a copy for a submodule of the current module."""
         return self.at(self.layer, f"{self.path}.{name}")
 
-    def reading(
+    def for_checkpoint(
         self,
         tensors: Mapping[str, Mapping[str, TensorInfo]] | None,
         prefixes: tuple[str, ...],
@@ -138,18 +138,18 @@ class BuildContext:
         count = count_columns(outputs, self.rank)
         return CheckpointLinear(path, names, count, inputs, tensors, total, ranges)
 
-    def found(self, name: str) -> Mapping[str, TensorInfo]:
+    def submodule_tensors(self, name: str) -> Mapping[str, TensorInfo]:
         """Return the checkpoint's tensors of a submodule by suffix; {} for dummy weights."""
         return {} if self.tensors is None else self.tensors.get(f"{self.path}.{name}", {})
 
-    def beside(self, *names: str) -> Mapping[str, Mapping[str, TensorInfo]]:
+    def module_tensors(self, *names: str) -> Mapping[str, Mapping[str, TensorInfo]]:
         """Return the checkpoint's tensors of the current module ("") and of these submodules, by
         suffix.
         """
         if self.tensors is None:
             return {}
         tensors = {"": self.tensors.get(self.path, {})}
-        return tensors | {name: self.found(name) for name in names}
+        return tensors | {name: self.submodule_tensors(name) for name in names}
 
     def layout(self, module: CheckpointLinear) -> Layout | None:
         """Return the layout of a quantized linear layer's weight; None if it is not quantized."""
@@ -243,7 +243,7 @@ class BuildContext:
     def quantized_weight(self, n: int, k: int, layout: Layout) -> QuantizedWeight:
         """Return an unfilled quantized weight [n, k]."""
         size = layout.empty(n, k, "meta").nbytes
-        self._take(size, (n, k))
+        self._reserve(size, (n, k))
         return layout.empty(n, k, self.device)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
@@ -253,9 +253,9 @@ class BuildContext:
         return torch.nn.Parameter(tensor, requires_grad=False)
 
     def _count(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self._take(prod(shape) * dtype.itemsize, shape)
+        self._reserve(prod(shape) * dtype.itemsize, shape)
 
-    def _take(self, size: int, shape: tuple[int, ...]) -> None:
+    def _reserve(self, size: int, shape: tuple[int, ...]) -> None:
         remedy = "Correct the sizes in config.json, or choose a smaller model or dtype."
         name = f"a weight {list(shape)} of {self.layer or 'the model'}"
         self.memory_budget.take(size, name, remedy)

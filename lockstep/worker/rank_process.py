@@ -190,7 +190,7 @@ class RankLoop:
         if isinstance(message, Execute):
             launched = worker.launch(message.schedule, self._receive_masks)
             self._launched.append((message.number, launched))
-            # Results are collected late or never, at most those of the steps in flight.
+            # The first rank asks for the results of a step in flight, or never asks.
             while len(self._launched) > worker.plan.steps_in_flight + 1:
                 self._launched.popleft()
         elif isinstance(message, Collect):
@@ -232,7 +232,7 @@ def _ignore_progress(what: str, done: int, of: int) -> None:
 
 
 class _Reporter:
-    """Sends reports, and heartbeats all the time. Ends the process with the first rank's."""
+    """Sender of reports and regular heartbeats. Ends this process once the first rank's is gone."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
