@@ -146,7 +146,7 @@ class InProcessExecutor:
             raise
 
     def probe(self) -> None:
-        """Run an empty step and wait for it. Raises what it raises."""
+        """Run an empty step and wait for it. Raises the step's error."""
         self.collective_rpc(Worker.probe)
 
     def collective_rpc(self, function: Callable[[Worker], T]) -> T:
@@ -183,7 +183,7 @@ class InProcessExecutor:
 
 
 class HasExecutor(Protocol):
-    """An engine."""
+    """Engine that owns an executor."""
 
     @property
     def executor(self) -> object: ...

@@ -123,7 +123,7 @@ def plan(
         return limits, report | dict(num_pages=0, num_slots=0, notes=(), why=why_not(chosen))
     tokens = (chosen.pages - 1) * PAGE_SIZE
     size = dict(num_pages=chosen.pages, num_slots=chosen.slots, cache_tokens=tokens)
-    if tokens < limits.max_model_len:  # pages that were typed hold less than one request
+    if tokens < limits.max_model_len:  # the user's num_gpu_blocks are fewer than one request needs
         why = f"pages hold {tokens} tokens; a request may have {limits.max_model_len}"
         return limits, report | size | dict(fits=False, notes=(), why=why)
     return limits, report | size | dict(notes=chosen.notes, why="")
