@@ -13,6 +13,7 @@ from lockstep.spec import passes_of
 from lockstep.worker.audit import compare_ranks
 from lockstep.worker.build import Progress
 from lockstep.worker.device_rates import Rates, rates_of
+from lockstep.worker.explain_ranks import explain_ranks
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.rank_process import Call, Collect, Execute, Masks, read_masks
 from lockstep.worker.ranks import NoPeerRanks, PeerRanks, start_ranks
@@ -87,6 +88,7 @@ class InProcessExecutor:
         except BaseException as error:
             self.peers.close(str(error))
             raise
+        self._fits = fits
         self.checkpoint = startup.checkpoint
         self.loaded = startup.loaded
         self._choices = startup.build.choices
@@ -144,7 +146,7 @@ class InProcessExecutor:
             raise
 
     def probe(self) -> None:
-        """Run an empty step and wait for it. Raises what it raises."""
+        """Run an empty step and wait for it. Raises the step's error."""
         self.collective_rpc(Worker.probe)
 
     def collective_rpc(self, function: Callable[[Worker], T]) -> T:
@@ -169,15 +171,19 @@ class InProcessExecutor:
         return rates_of(self.plan.device)
 
     def explain(self) -> dict[str, Any]:
-        """Return the backend choices per layer, and notes about the checkpoint's weight format."""
+        """Return the backend choices per layer, bytes, exchanges and floors of the ranks, and notes
+        about the checkpoint's weight format.
+        """
+        ranks = [fit.rank_bytes(self.plan) for fit in self._fits]
         return {
             "layers": [vars(choice) for choice in self._choices],
+            "ranks": explain_ranks(ranks, self._costs, self.plan, self._choices),
             "notes": list(self._notes),
         }
 
 
 class HasExecutor(Protocol):
-    """An engine."""
+    """Engine that owns an executor."""
 
     @property
     def executor(self) -> object: ...

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import socket
 import threading
 import traceback
 from collections import deque
@@ -146,6 +147,12 @@ def make_group(
     seconds = config.distributed_timeout_seconds
     if pick_device(config) == "cpu":
         return GlooGroup(store, index, size, seconds, address)
+    # Imported here: Triton is for GPUs.
+    from lockstep.kernels.exchange.peer_memory import PeerGroup, reaches_peers
+
+    by_nccl = config.disable_custom_all_reduce
+    if not by_nccl and reaches_peers(store, index, size, socket.gethostname()):
+        return PeerGroup(store, index, size, seconds)
     return NcclGroup(store, index, size, seconds)
 
 
@@ -183,7 +190,7 @@ class RankLoop:
         if isinstance(message, Execute):
             launched = worker.launch(message.schedule, self._receive_masks)
             self._launched.append((message.number, launched))
-            # Results are collected late or never, at most those of the steps in flight.
+            # The first rank asks for the results of a step in flight, or never asks.
             while len(self._launched) > worker.plan.steps_in_flight + 1:
                 self._launched.popleft()
         elif isinstance(message, Collect):
@@ -225,7 +232,7 @@ def _ignore_progress(what: str, done: int, of: int) -> None:
 
 
 class _Reporter:
-    """Sends reports, and heartbeats all the time. Ends the process with the first rank's."""
+    """Sender of reports and regular heartbeats. Ends this process once the first rank's is gone."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
