@@ -342,7 +342,9 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
         elif body.prompt is not None:
             ids = await asyncio.to_thread(processor.encode, body.prompt, body.add_special_tokens)
         else:
-            raise RequestError("the body has no prompt and no messages; send one.", "prompt")
+            raise RequestError(
+                "the body has no prompt and no messages; send one of them.", "prompt"
+            )
         response: TokenizeResponse = {
             "tokens": ids,
             "count": len(ids),
