@@ -507,11 +507,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         noted("eplb-config", "experts stay where they were loaded", JSON),
         noted("expert-placement-strategy", "experts stay where they were loaded"),
         noted("ray-workers-use-nsight", "no workers run under Ray", SWITCH, same=(False,)),
-        noted(
-            "disable-custom-all-reduce",
-            "NCCL moves partial sums, and they are added in one order",
-            SWITCH,
-        ),
+        acts("disable-custom-all-reduce", "GPUs exchange by NCCL alone", SWITCH),
         refused("worker-cls", NO_PLUGINS, same=("auto",)),
         refused("worker-extension-cls", NO_PLUGINS, same=("",)),
     ),
