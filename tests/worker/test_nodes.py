@@ -22,10 +22,12 @@ from typing import Any
 
 import pytest
 
+from lockstep.cache.host_tier import Move
 from lockstep.config import EngineConfig
 from lockstep.engine_builder import build_engine
 from lockstep.errors import ConfigError, EngineDeadError, LockstepError
-from lockstep.scheduling.schedule import Schedule
+from lockstep.sampling_params import StructuredOutputsParams
+from lockstep.scheduling.schedule import Admission, RowSpec, Schedule
 from lockstep.worker import node, node_link, ranks
 from lockstep.worker.agreement import check_identity, identity_of, shown
 from lockstep.worker.build import find_model
@@ -444,7 +446,11 @@ def test_messages_reach_nothing_that_a_module_imports(name: str) -> None:
 
 
 def test_messages_between_nodes_are_plain_data() -> None:
-    message = Execute(3, Schedule(1, decode=[1, 2], evicted={"pages": [(1, 2)]}))
+    params = replace(SEEDED, structured_outputs=StructuredOutputsParams(regex="a+"))
+    spec = RowSpec("a", [1, 2], params, frozenset({3}))
+    admission = Admission(1, spec, [4], 0, 0, 0)
+    schedule = Schedule(1, decode=[1], admissions=[admission], evicted={"pages": [Move(1, (2,))]})
+    message = Execute(3, schedule)
     assert decode_plain(pickle.dumps(message)) == message
     assert decode_plain(pickle.dumps(Call(Worker.probe))).function is Worker.probe
 
