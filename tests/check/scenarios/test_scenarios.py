@@ -91,7 +91,7 @@ def generator(plain: PlainRuns) -> ScenarioGenerator:
 
 
 def test_scenario_round_trips_through_json(tmp_path: Path, generator: ScenarioGenerator) -> None:
-    for scenario in (SCENARIO, *(generator.scenario(index) for index in range(6))):
+    for scenario in (SCENARIO, *(generator.scenario(index) for index in range(3))):
         path = tmp_path / "scenario.json"
         write_scenario(path, scenario, what="why")
         assert read_scenario(path) == scenario
@@ -194,6 +194,7 @@ def test_kinds_cover_all_available_drafters() -> None:
     assert {k.drafter for k in without} == {"none", "oracle", "ngram"}
 
 
+@pytest.mark.slow
 def test_fault_is_shrunk_written_and_replayed(
     model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -331,6 +332,7 @@ def test_time_limit_replaces_the_number_of_scenarios(
     assert {t.setup.phase for t in report.tallies} == {"scenario", "sampling"}
 
 
+@pytest.mark.slow
 def test_shards_cover_every_scenario_once(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "lockstep.check.run.ScenarioGenerator.scenario", lambda self, index: SCENARIO
@@ -357,6 +359,7 @@ def test_large_scenario_file_is_not_read(tmp_path: Path, monkeypatch: pytest.Mon
         read_scenario(path)
 
 
+@pytest.mark.slow
 def test_missing_event_is_a_failure(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine without prefix hits gives correct outputs and proves nothing."""
     monkeypatch.setattr("lockstep.check.run.run_matrix", lambda *rest: None)
