@@ -40,7 +40,7 @@ def test_the_folder_is_small(saved: tuple[str, Path, LanguageModel]) -> None:
     assert sum(path.stat().st_size for path in files) < MAX_BYTES
 
 
-@pytest.mark.default_cases("nemotron_h", "qwen3_draft")
+@pytest.mark.default_cases("qwen3_draft")
 @torch.no_grad()
 def test_the_engine_computes_what_is_trained(saved: tuple[str, Path, LanguageModel]) -> None:
     (_, folder, model) = saved

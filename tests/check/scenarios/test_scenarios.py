@@ -332,6 +332,7 @@ def test_time_limit_replaces_the_number_of_scenarios(
     assert {t.setup.phase for t in report.tallies} == {"scenario", "sampling"}
 
 
+@pytest.mark.slow
 def test_shards_cover_every_scenario_once(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "lockstep.check.run.ScenarioGenerator.scenario", lambda self, index: SCENARIO
@@ -358,6 +359,7 @@ def test_large_scenario_file_is_not_read(tmp_path: Path, monkeypatch: pytest.Mon
         read_scenario(path)
 
 
+@pytest.mark.slow
 def test_missing_event_is_a_failure(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine without prefix hits gives correct outputs and proves nothing."""
     monkeypatch.setattr("lockstep.check.run.run_matrix", lambda *rest: None)
