@@ -5,16 +5,27 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from lockstep.kernels import Op
-from lockstep.kernels.exchange import ALONE, Gather, RankGroup, all_columns, exchange
+from lockstep.kernels.activations import Act
+from lockstep.kernels.exchange import (
+    ALONE,
+    Activation,
+    AddNorm,
+    Gather,
+    RankGroup,
+    all_columns,
+    exchange,
+    exchange_add_rms_norm,
+)
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear import draft_linear
 from lockstep.kernels.linear.probe import Probed
+from lockstep.kernels.norm import add_rms_norm
 from lockstep.layers.adapters import NO_ADAPTERS, AdapterTable
 from lockstep.layers.exchange import Exchange
 from lockstep.layers.kv_format import LayerKVFormats
@@ -159,18 +170,41 @@ class BuildContext:
         self.choices.append(BackendChoice(self.layer, op.name, name, refused))
         return op.backends[name].run
 
-    def exchange(self, columns: Columns, rows: int = 1) -> Gather:
+    def exchange(self, columns: Columns, rows: int = 1, act: Activation | None = None) -> Gather:
         """Return the function that gathers these columns: [T, this rank's] -> [T, all].
 
-        rows: that each token of a step has, such as one for each of its experts.
+        It takes split-K partials [P, T, this rank's] fp32 too.
+
+        Args:
+            rows: that each token of a step has, such as one for each of its experts.
+            act: makes the columns from the argument.
         """
         if self.rank.size == 1:
             return all_columns
+        return self._exchange(exchange, columns, rows, dtype=self.dtype, act=act)
+
+    def activation(self, op: Op, columns: Columns) -> Gather:
+        """Return the function that applies an activation op and gathers its columns [T, all]."""
+        run = self.op(op)
+        if self.rank.size == 1:
+            return run
+        return self.exchange(columns, act=Activation(cast(Act, op.name), run))
+
+    def add_rms_norm(self, width: int) -> AddNorm:
+        """Return add_rms_norm for a delta that has this rank's columns of `width`."""
+        run: AddNorm = self.op(add_rms_norm, width=width)
+        if self.rank.size == 1:
+            return run
+        return self._exchange(exchange_add_rms_norm, Columns.of(width), add_norm=run)
+
+    def _exchange(self, op: Op, columns: Columns, rows: int = 1, **options: Any) -> Exchange:
+        """Return the exchange of these columns by an op, bound to these options."""
         ranks = (Rank(index, self.rank.size) for index in range(self.rank.size))
         widths = tuple(count_columns(columns, rank) for rank in ranks)
-        run = partial(self.op(exchange, ranks=self.rank.size), widths=widths, group=self.group)
+        run = self.op(op, ranks=self.rank.size, peer_access=self.group.peers is not None)
         received = (sum(widths) - widths[self.rank.index]) * self.dtype.itemsize
-        return Exchange(run, self.layer, rows * received)
+        bound = partial(run, widths=widths, group=self.group, **options)
+        return Exchange(bound, self.layer, rows * received)
 
     def cut(
         self,

@@ -329,11 +329,10 @@ class Linear(nn.Module):
         row_groups = group_into_gemms(build, self.reads, inputs)
         # Split-K partitions follow from the whole weight, so that every number of ranks has them.
         total = sum(module.whole_outputs for module in self.reads)
-        # What crosses ranks, or gets an adapter, is rounded to the model's dtype first.
-        sent = self.gathers and build.rank.size > 1
+        # What gets an adapter is rounded first. An exchange adds partials itself.
         adapted = any(build.adapters.change(module.names) for module in self.reads)
-        whole = bias or sent or adapted
-        allow_partials = self.allow_partials and not whole and len(row_groups) == 1
+        adds = self.allow_partials or (self.gathers and build.rank.size > 1)
+        allow_partials = adds and not (bias or adapted) and len(row_groups) == 1
         gemms = [
             Gemm(build, inputs, groups, total=total, allow_partials=allow_partials)
             for groups in row_groups
@@ -471,15 +470,6 @@ class PartialLinear(Linear):
 
 class GatheredLinear(Linear):
     """x [T, K] -> [T, N], whole on every rank."""
-
-    gathers = True
-
-
-class ResidualLinear(PartialLinear):
-    """x [T, K] -> delta [T, N] that AddRMSNorm adds to the residual, or its split-K partials.
-
-    The delta of several ranks is whole on each of them.
-    """
 
     gathers = True
 

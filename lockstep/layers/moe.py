@@ -266,7 +266,6 @@ class MoE(nn.Module):
             # combine() adds a whole output; only the experts op adds partials.
             last = Linear if latent else PartialLinear
             self.shared_down = last(build, Columns.of(shared_inner), down, bias=bias)
-        self.gather_outputs = build.exchange(Columns.of(hidden))
 
     def _build_router(
         self,
@@ -319,11 +318,9 @@ class MoE(nn.Module):
         dispatched = self.dispatch(x, ctx)
         if self.into_latent is None or self.out_of_latent is None:
             # The op combines in the launch of the down projections.
-            y = self.grouped_mlp(x, dispatched, dispatched.shared, dispatched.shared_gate)
-        else:
-            latent = self.grouped_mlp(self.into_latent(x, ctx), dispatched)
-            y = self.combine(self.out_of_latent(latent, ctx), dispatched)
-        return self.gather_outputs(y)
+            return self.grouped_mlp(x, dispatched, dispatched.shared, dispatched.shared_gate)
+        latent = self.grouped_mlp(self.into_latent(x, ctx), dispatched)
+        return self.combine(self.out_of_latent(latent, ctx), dispatched)
 
     def dispatch(self, x: Tensor, ctx: StepContext) -> DispatchResult:
         """Choose the experts of each token, and run the shared expert."""

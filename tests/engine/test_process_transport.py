@@ -210,6 +210,7 @@ def test_too_many_restarts_end_the_client(settings: dict[str, Any]) -> None:
     client.shutdown()
 
 
+@pytest.mark.default_cases("make0")
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [

@@ -335,6 +335,7 @@ def quantized_params() -> list[Any]:
     return results
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize(("name", "backend"), quantized_params())
 def test_quantized_experts_in_both_forms(backend, name):
     """Dequantized in registers, or before the products: the bits of the dequantized weights.

@@ -149,6 +149,7 @@ def sizes_on(backend: Backend) -> tuple[tuple[int, ...], ...]:
     return sizes[2:] if backend.name == "hopper" else sizes
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @QUANTIZERS
 def test_attention_over_quantized_equals_dequantized(

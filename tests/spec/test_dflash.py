@@ -41,6 +41,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, A
     return random_targets(tmp_path_factory, {"Llama": LLAMA, "Qwen3": QWEN3}, LAYERS)
 
 
+@pytest.mark.default_cases("Llama-15", "Qwen3-4")
 @pytest.mark.parametrize(("family", "k"), [("Llama", 1), ("Llama", 15), ("Qwen3", 4)])
 def test_drafts_equal_the_paper(
     targets: dict[str, Any], tmp_path: Path, family: str, k: int

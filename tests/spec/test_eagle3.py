@@ -129,6 +129,16 @@ VARYING_FORMS = ("llama", "latent attention for a latent target", "two layers")
 """Forms that are also tested with a varying number of drafts."""
 
 
+@pytest.mark.default_cases(
+    "qwen3",
+    "a mixture",
+    "norms in front of fc",
+    "a latent target",
+    "a hybrid",
+    "ModelOpt",
+    "named auxiliary layers",
+    "three layers with biases and a normed state",
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_drafts_equal_the_paper(targets: dict[str, Any], tmp_path: Path, form: str) -> None:
     """At every step and in both rows, with chunked prompts."""
@@ -151,6 +161,7 @@ def test_drafts_equal_the_paper(targets: dict[str, Any], tmp_path: Path, form: s
     assert len(seen.drafts) > 9
 
 
+@pytest.mark.default_cases("llama")
 @pytest.mark.parametrize("form", VARYING_FORMS)
 def test_steps_without_drafts_store_head_state(
     targets: dict[str, Any], tmp_path: Path, form: str

@@ -51,6 +51,7 @@ def run_json(target: Path, method: str, *more: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("method", LAYERS)
 @pytest.mark.parametrize("where", [("--load-format", "dummy"), ("--arch", "sm_90")], ids=" ".join)
 def test_explain_names_drafter_layers(target: Path, method: str, where: tuple[str, ...]) -> None:
@@ -70,6 +71,7 @@ def test_floor_counts_one_pass_per_draft(target: Path, method: str) -> None:
     assert actual["verify_floor_ms"] == none["verify_floor_ms"]
 
 
+@pytest.mark.default_cases("sm_90")
 @pytest.mark.parametrize("where", ["sm_80", "sm_90"])
 def test_reduced_draft_of_quantized_head(tmp_path: Path, where: str) -> None:
     """As nvidia/Qwen3.6-35B-A3B-NVFP4: the head is quantized, and the draft uses some of its

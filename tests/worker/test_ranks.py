@@ -54,20 +54,26 @@ def wait_until_dead(llm: LLM, seconds: float = 10.0) -> None:
 
 @pytest.fixture
 def memory_files() -> Iterator[None]:
-    """Assert that no shared memory is left."""
+    """Assert that no shared memory is left; that of engines in other processes goes in time."""
     if not SHARED_MEMORY.is_dir():
         yield
         return
-    before = set(SHARED_MEMORY.iterdir())
+    before = set(SHARED_MEMORY.glob("psm_*"))
     yield
-    left = {path for path in SHARED_MEMORY.iterdir() if path.name.startswith("psm_")} - before
-    assert not left
+    left = set(SHARED_MEMORY.glob("psm_*")) - before
+    deadline = time.monotonic() + 60
+    while any(path.exists() for path in left):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
-def test_processes_give_the_answers_of_one_rank_until_one_is_killed(memory_files: None) -> None:
+@pytest.mark.parametrize("max_tokens", [24, pytest.param(100, marks=pytest.mark.slow)])
+def test_processes_give_the_answers_of_one_rank_until_one_is_killed(
+    max_tokens: int, memory_files: None
+) -> None:
     """The engine is idle when it loses the rank, and notices all the same."""
     params = [replace(GREEDY, logprobs=1), SEEDED, replace(SEEDED, seed=9, prompt_logprobs=1)]
-    params.append(replace(GREEDY, max_tokens=100))
+    params.append(replace(GREEDY, max_tokens=max_tokens))
     expected = [answer(out) for out in make_engine("mtp").generate(PROMPTS, params)]
     llm = make_engine("mtp", tensor_parallel_size=2)
     assert [answer(out) for out in llm.generate(PROMPTS, params)] == expected
@@ -139,6 +145,7 @@ def fail_in_the_warm_up(context: DraftContext) -> Drafter:
     return create(context)
 
 
+@pytest.mark.default_cases("fail_on_other_ranks")
 @pytest.mark.parametrize("drafter", [fail_on_other_ranks, fail_in_the_warm_up])
 def test_a_rank_that_cannot_start_is_named(
     drafter: Callable[[DraftContext], Drafter], memory_files: None

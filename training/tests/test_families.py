@@ -37,6 +37,7 @@ def test_the_folder_is_small(saved: tuple[str, Path, LanguageModel]) -> None:
     assert sum(path.stat().st_size for path in files) < MAX_BYTES
 
 
+@pytest.mark.default_cases("nemotron_h", "qwen3_draft")
 @torch.no_grad()
 def test_the_engine_computes_what_is_trained(saved: tuple[str, Path, LanguageModel]) -> None:
     (_, folder, model) = saved
@@ -51,6 +52,7 @@ def test_the_engine_computes_what_is_trained(saved: tuple[str, Path, LanguageMod
         compare_greedy(llm, oracle, ids, 16)
 
 
+@pytest.mark.default_cases("nemotron_h", "qwen3_draft")
 @torch.no_grad()
 def test_the_engine_drafts_what_is_trained(saved: tuple[str, Path, LanguageModel]) -> None:
     """Compare the chain after a prompt, teacher-forced with the drafts themselves."""

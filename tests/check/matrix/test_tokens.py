@@ -52,6 +52,7 @@ def test_coverage_includes_the_matrix(check: Check, monkeypatch: pytest.MonkeyPa
     assert "drafter mtp" in missing
 
 
+@pytest.mark.slow
 def test_a_fault_that_depends_on_drafting_is_named(
     check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,7 +91,7 @@ def generator(plain: PlainRuns) -> ScenarioGenerator:
 
 
 def test_scenario_round_trips_through_json(tmp_path: Path, generator: ScenarioGenerator) -> None:
-    for scenario in (SCENARIO, *(generator.scenario(index) for index in range(6))):
+    for scenario in (SCENARIO, *(generator.scenario(index) for index in range(3))):
         path = tmp_path / "scenario.json"
         write_scenario(path, scenario, what="why")
         assert read_scenario(path) == scenario
@@ -194,6 +194,7 @@ def test_kinds_cover_all_available_drafters() -> None:
     assert {k.drafter for k in without} == {"none", "oracle", "ngram"}
 
 
+@pytest.mark.slow
 def test_fault_is_shrunk_written_and_replayed(
     model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

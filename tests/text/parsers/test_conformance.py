@@ -178,6 +178,7 @@ def destinations(events: list[Event]) -> Iterator[tuple[Any, str]]:
                 yield index, text
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda w: w.__name__)
 @pytest.mark.parametrize("reasoning", FRAMES, ids=["plain", "content", "reasoning"])
 def test_replies_are_independent_of_cuts(
@@ -319,6 +320,7 @@ def is_json(text: str) -> bool:
     return True
 
 
+@pytest.mark.default_cases("hermes", "deepseek_v3", "pythonic")
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda w: w.__name__)
 def test_cut_call_is_never_complete(writer: Callable[[Calls], str]) -> None:
     """At every character, fed at once and by characters: neither complete nor valid JSON."""
