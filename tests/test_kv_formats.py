@@ -234,6 +234,7 @@ def test_static_scales_of_a_checkpoint(folder: Path, tmp_path: Path, where: str)
             engine(tmp_path, load_format="auto", kv_cache_dtype="fp8_e4m3")
 
 
+@pytest.mark.default_cases("settings0", "settings3")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -292,6 +292,7 @@ def quantized_arguments(
 LAYOUTS = [name for name, _ in layouts(8, 128)]
 
 
+@pytest.mark.default_cases("int4", "int4 desc_act", "fp8 by blocks", "nvfp4", "Q4_K", "MXFP4")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_quantized_experts_equal_dequantized(name):
     """By definition, for rows of one expert at a time; down is quantized in another layout."""

@@ -268,6 +268,7 @@ def test_splits_are_added_as_a_tree(backend, tokens):
         assert got.unique().tolist() == [expected], count
 
 
+@pytest.mark.default_cases("int4", "int4 desc_act", "fp8 by blocks", "nvfp4", "Q4_K", "MXFP4")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("backend", TRITON)
 @pytest.mark.parametrize("name", NAMES)

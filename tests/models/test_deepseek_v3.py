@@ -138,6 +138,7 @@ def test_equals_transformers_with_chunks_and_every_drafter(pair) -> None:
         assert all(bits(generate_greedy(other, ids, 24)) == bits(expected) for other in rest)
 
 
+@pytest.mark.slow
 def test_adaptive_drafts_change_no_bit(pair) -> None:
     """The adaptive drafter stores latents in steps without drafts."""
     (name, folder, _) = pair

@@ -58,7 +58,7 @@ def test_batch_mates_change_no_bit(dummy: Path) -> None:
     assert [bits(output) for output in actual] == expected
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.default_cases("llama, biases")
 @pytest.mark.parametrize("drafting", [None, NGRAM], ids=["plain", "ngram"])
 def test_second_turn_hits_generated_prefix(dummy: Path, drafting: object) -> None:
     llm = make_llm(dummy, load_format="dummy", speculative_config=drafting)

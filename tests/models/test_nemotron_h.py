@@ -94,7 +94,7 @@ def test_logits_equal_transformers_with_and_without_chunks(pair: Any) -> None:
             assert logits_error(llm, oracle, ids) < RELATIVE
 
 
-@pytest.mark.default_cases("dense", "biases")
+@pytest.mark.default_cases("dense")
 def test_greedy_tokens_equal_transformers_with_and_without_drafts(pair: Any) -> None:
     (folder, oracle) = pair
     engines = [engine(folder, drafter) for drafter in (None, NGRAM)]

@@ -186,6 +186,7 @@ def weights_in(model: Any) -> Tensor:
     return torch.cat([row.flatten() for weight in plain for row in weight.flatten(0, -2)])
 
 
+@pytest.mark.default_cases("gptq asymmetric", "fp8 tensor", "compressed nvfp4")
 @pytest.mark.parametrize("name", FORMATS)
 def test_experts_with_their_own_scales_equal_dense(tmp_path: Path, name: str) -> None:
     (packed, plain, done) = write(tmp_path, "qwen3_moe", FORMATS[name])
@@ -196,6 +197,7 @@ def test_experts_with_their_own_scales_equal_dense(tmp_path: Path, name: str) ->
     assert answer(actual) == answer(expected)
 
 
+@pytest.mark.default_cases("awq", "fp8 blocks", "modelopt nvfp4")
 @pytest.mark.parametrize("name", FORMATS)
 def test_experts_of_whole_blocks_are_loaded_together(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

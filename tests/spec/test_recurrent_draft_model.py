@@ -82,7 +82,7 @@ def assert_drafts_equal_answers_alone(folder: Path, seen: RecordedDrafts) -> Non
         assert drafts == expected, len(known)
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.default_cases("gated delta net-3", "mamba-2-3")
 @pytest.mark.parametrize(("k", "flush"), [(1, 1), (3, 1), (15, 5)])
 def test_recurrent_drafts_equal_its_own_answers(
     folder: Path, k: int, flush: int, monkeypatch: pytest.MonkeyPatch

@@ -19,12 +19,13 @@ from lockstep.scheduling.grammar import FillMasks
 from lockstep.scheduling.schedule import Schedule
 from lockstep.spec.drafter import DraftContext
 from lockstep.spec.ngram import create
-from lockstep.worker import ranks
+from lockstep.worker import executor, ranks
 from lockstep.worker.executor import executor_of
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.program import Drafter
 from lockstep.worker.worker import LaunchedStep, Worker
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, make_engine
+from tests.thread_ranks import ThreadRanks
 
 LONG = replace(GREEDY, max_tokens=400)
 SHARED_MEMORY = Path("/dev/shm")
@@ -113,6 +114,7 @@ def exhaust_memory(worker: Worker) -> None:
     worker.launch = launch  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_a_rank_that_runs_out_of_memory_under_load_is_named(memory_files: None) -> None:
     llm = make_engine(None, tensor_parallel_size=2)
     executor_of(llm.engine).collective_rpc(exhaust_memory)
@@ -160,7 +162,14 @@ def test_a_rank_that_cannot_start_is_named(
     assert not [p for p in multiprocessing.active_children() if p.name.startswith("lockstep-rank")]
 
 
-def test_sizes_that_do_not_divide_the_heads_are_refused(memory_files: None) -> None:
+def test_sizes_that_do_not_divide_the_heads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "start_ranks", ThreadRanks)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=4 .* allowed: 1, 2, 3, 6"):
+        make_engine(None, tensor_parallel_size=4)
+
+
+@pytest.mark.slow
+def test_refused_sizes_leave_no_process(memory_files: None) -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=4 .* allowed: 1, 2, 3, 6"):
         make_engine(None, tensor_parallel_size=4)
     assert not [p for p in multiprocessing.active_children() if p.name.startswith("lockstep-rank")]

@@ -99,7 +99,7 @@ PENALISE = reference._penalise
 FILTER = reference._filter
 
 
-@pytest.mark.default_cases("half_seeds", "stale_penalties", "no_top_p")
+@pytest.mark.default_cases("stale_penalties")
 @pytest.mark.parametrize(
     ("name", "fault", "expected"),
     [

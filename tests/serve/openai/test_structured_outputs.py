@@ -253,6 +253,7 @@ def test_unsupported_strict_tools_are_refused(server: SimpleNamespace) -> None:
         chat(server, CALL, tools=STRICT, extra_body={"guided_choice": ["left", "right"]})
 
 
+@pytest.mark.default_cases("tools0")
 @pytest.mark.parametrize("tools", [TOOLS, STRICT])
 def test_tools_with_response_format_call_or_follow_it(
     server: SimpleNamespace, tools: list[Any]

@@ -390,6 +390,7 @@ def test_content_that_spells_a_call_is_content(name: str) -> None:
         assert result.content == ""
 
 
+@pytest.mark.default_cases("qwen3_coder", "kimi_k2", "pythonic")
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_after_reasoning(name: str) -> None:
     """As in the server: the format, the request's grammar, the parser of the answer."""

@@ -224,6 +224,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(folder)
 
 
+@pytest.mark.default_cases("hermes", "kimi_k2", "pythonic")
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda w: w.__name__)
 def test_byte_tokens_give_the_same_reply(
     writer: Callable[[Calls], str], tokenizer: Tokenizer
