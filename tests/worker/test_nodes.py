@@ -26,7 +26,7 @@ from lockstep.cache.host_tier import Move
 from lockstep.config import EngineConfig
 from lockstep.engine_builder import build_engine
 from lockstep.errors import ConfigError, EngineDeadError, LockstepError
-from lockstep.sampling_params import StructuredOutputsParams
+from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.schedule import Admission, RowSpec, Schedule
 from lockstep.worker import node, node_link, ranks
 from lockstep.worker.agreement import check_identity, identity_of, shown
@@ -446,7 +446,7 @@ def test_messages_reach_nothing_that_a_module_imports(name: str) -> None:
 
 
 def test_messages_between_nodes_are_plain_data() -> None:
-    params = replace(SEEDED, structured_outputs=StructuredOutputsParams(regex="a+"))
+    params = SamplingParams(structured_outputs={"regex": "a+"})
     spec = RowSpec("a", [1, 2], params, frozenset({3}))
     admission = Admission(1, spec, [4], 0, 0, 0)
     schedule = Schedule(1, decode=[1], admissions=[admission], evicted={"pages": [Move(1, (2,))]})
