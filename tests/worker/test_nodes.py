@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from lockstep.cache.host_tier import Move
 from lockstep.config import EngineConfig
 from lockstep.engine_builder import build_engine
 from lockstep.errors import ConfigError, EngineDeadError, LockstepError
 from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import Admission, RowSpec, Schedule
 from lockstep.worker import node, node_link, ranks
 from lockstep.worker.agreement import check_identity, identity_of, shown
@@ -446,8 +448,12 @@ def test_messages_reach_nothing_that_a_module_imports(name: str) -> None:
 
 
 def test_messages_between_nodes_are_plain_data() -> None:
-    params = SamplingParams(structured_outputs={"regex": "a+"})
-    spec = RowSpec("a", [1, 2], params, frozenset({3}))
+    class Answer(BaseModel):
+        """Model of an answer, which exists in this process alone."""
+
+    params = SamplingParams(structured_outputs={"json": Answer}, seed=3)
+    spec = RowSpec.of(Request("a", [1, 2], params, eos_token_ids=frozenset({3})))
+    assert spec.params.structured_outputs is None and spec.params.seed == 3
     admission = Admission(1, spec, [4], 0, 0, 0)
     schedule = Schedule(1, decode=[1], admissions=[admission], evicted={"pages": [Move(1, (2,))]})
     message = Execute(3, schedule)
