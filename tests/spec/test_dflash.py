@@ -46,8 +46,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, A
 def test_drafts_equal_the_paper(
     targets: dict[str, Any], tmp_path: Path, family: str, k: int
 ) -> None:
-    """At every step and in both rows: chunked prompts, a varying number of drafts, rows moved to
-    the host, and prefix hits."""
+    """Every step of every row: chunked prompts, changing draft lengths, preemption, prefix hits."""
     folder, oracle = targets[family]
     model = make_block_model(tmp_path / "draft", VOCAB, HIDDEN, AUX_LAYERS, inner=k > 1)
     seen = RecordedDrafts(create)

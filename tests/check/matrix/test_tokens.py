@@ -19,7 +19,7 @@ from lockstep.step import StepContext
 
 pytestmark = pytest.mark.usefixtures("small_check")
 Check = Callable[..., Report]
-FEW = setups.Size(max_tokens=8, alone=2, company=1)
+FEW = setups.Size(max_tokens=8, alone=2, companions=1)
 """Size that suffices for a fault that every request has."""
 
 

@@ -155,8 +155,8 @@ def test_periodic_scenarios_have_long_and_length_limited_outputs(
     (last,) = (
         a for a in length_limited.requests if len(a.prompt) + a.params["max_tokens"] > MAX_MODEL_LEN
     )
-    assert length_limited.alone(last).max_tokens == MAX_MODEL_LEN - len(last.prompt)
-    answer = plain.answers(last.prompt, length_limited.alone(last))[0]
+    assert length_limited.plain_params(last).max_tokens == MAX_MODEL_LEN - len(last.prompt)
+    answer = plain.answers(last.prompt, length_limited.plain_params(last))[0]
     assert answer.ending == ("length", None)
     kind = replace(length_limited.kind, drafter="oracle", drafts=15)
     assert (
@@ -167,9 +167,9 @@ def test_periodic_scenarios_have_long_and_length_limited_outputs(
 def test_plain_run_has_the_scenarios_length_limit() -> None:
     request = ScenarioRequest(tuple(range(30)), {"max_tokens": 20, "min_tokens": 12})
     scenario = replace(SCENARIO, requests=(request,), limits=Limits(length=38))
-    alone = scenario.alone(request)
+    alone = scenario.plain_params(request)
     assert (alone.max_tokens, alone.min_tokens) == (8, 8)
-    assert replace(scenario, limits=Limits()).alone(request) == request.sampling()
+    assert replace(scenario, limits=Limits()).plain_params(request) == request.sampling()
 
 
 def test_periodic_scenarios_load_prefixes_from_host_memory(
