@@ -14,17 +14,25 @@ from lockstep.cache.host_tier import PAGES, SLOTS, HostPool, HostStore, Key
 from lockstep.cache.pool import Pool
 
 
-def salt_of(text: str) -> bytes:
-    """Return a user's salt as a root of page keys; empty for no salt. It equals no page key."""
-    return blake2b(text.encode("utf-8", "surrogatepass"), person=b"salt").digest() if text else b""
+def salt_of(text: str, adapter: str = "") -> bytes:
+    """Return the root of the page keys of a user's salt and an adapter; empty for neither.
+
+    It equals no page key. adapter: digest of the adapter, "" for the base model.
+    """
+    salt = text.encode("utf-8", "surrogatepass")
+    if adapter:
+        # The digest has a fixed length, so that no salt can continue it to another pair.
+        return blake2b(bytes.fromhex(adapter) + salt, person=b"adapter").digest()
+    return blake2b(salt, person=b"salt").digest() if text else b""
 
 
 @dataclass(eq=False)
 class CacheSeq:
     """Cache record of one request. `output` is the request's own, growing list.
 
-    salt: pages are shared among requests of the same salt only; an adapter belongs here. digests:
-    token position -> digest of the content behind the placeholder token there, such as an image.
+    salt: root of the page keys (salt_of): pages are shared among requests of the same root only.
+    digests: token position -> digest of the content of the placeholder token there, such as an
+    image.
     pages: page j has tokens [j * page_size, (j + 1) * page_size); the first `published` are
     cached. slot: state slot, 0 for none. source: slot of the snapshot that the sequence resumed
     from, 0 for none. branch: length of a cached prefix without a snapshot of its state, else 0;

@@ -24,7 +24,8 @@ class Request:
     gave none. max_len: maximum tokens of prompt and answer together; set by the scheduler.
     finish_reason: stop, length, abort or error once it has ended; error: then the message for the
     client. stop_reason: the stop token id of the user that ended it. cache_salt: prefixes are
-    shared among requests of the same salt only. grammar: constraint of the answer. speculate:
+    shared among requests of the same salt only. adapter: name of the LoRA adapter that answers, ""
+    for the base model. grammar: constraint of the answer. speculate:
     verify drafts; the tokens are the same without. token_sources: one per token of the answer.
     """
 
@@ -36,6 +37,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     seed: int = 0
     cache_salt: str = ""
+    adapter: str = ""
     grammar: Grammar | None = None
     speculate: bool = True
     max_len: int = 2**31 - 1

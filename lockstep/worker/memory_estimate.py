@@ -22,6 +22,7 @@ from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Weight
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model
+from lockstep.models.lora_adapters import adapter_table, read_adapters
 from lockstep.quantization import WeightFormat
 from lockstep.step import StepShape
 from lockstep.worker import memory
@@ -86,6 +87,7 @@ class DryEngine:
                 state_dtype=state_dtype(config),
                 # The first rank has the most columns.
                 group=DryGroup(0, config.tensor_parallel_size),
+                adapters=adapter_table(read_adapters(config.lora_modules or {})),
             )
             self.build.memory_budget.bounded = False  # fake tensors take no memory
             self.model = build_model(checkpoint.raw, self.build)
