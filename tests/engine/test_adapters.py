@@ -95,7 +95,7 @@ ENGINES: dict[str, Callable[..., LLM]] = {
     "chunks": lambda **s: make_engine(None, max_num_batched_tokens=64, **s),
     "drafts": lambda **s: make_engine("mtp", CheckHooks(preempt_every=3), **s),
     "host memory": lambda **s: make_engine(
-        "ngram", steps_in_flight=2, num_gpu_blocks=9, kv_offloading_size=0.01, **s
+        "ngram", steps_in_flight=2, num_gpu_blocks=4, kv_offloading_size=0.01, **s
     ),
 }
 
