@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config import EngineConfig, Plan
+from lockstep.kernels.exchange import RankGroup
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.rank_process import Loaded, RankLoop, Ready, Stop
 from lockstep.worker.startup import MemoryFit
@@ -18,7 +19,7 @@ SECONDS = 60.0
 """Seconds that a rank waits for another one."""
 
 
-class ThreadGroup:
+class ThreadGroup(RankGroup):
     """One rank of a group of threads. parts: each rank's tensor of the present exchange."""
 
     def __init__(self, index: int, parts: list[Any], barrier: threading.Barrier) -> None:
@@ -44,7 +45,7 @@ class ThreadGroup:
 class ThreadRanks:
     """The other ranks of a model, as threads."""
 
-    def __init__(self, config: EngineConfig, hooks: CheckHooks) -> None:
+    def __init__(self, config: EngineConfig, hooks: CheckHooks, progress: Any) -> None:
         size = config.tensor_parallel_size
         self.barrier = threading.Barrier(size)
         parts: list[Any] = [None] * size
@@ -94,7 +95,9 @@ class ThreadRanks:
     def abandon(self, why: str) -> None:
         self.barrier.abort()
 
-    def close(self) -> None:
+    def call_on_failure(self, function: Any) -> None: ...
+
+    def close(self, why: str = "") -> None:
         self.barrier.abort()
         self.send(Stop())
 

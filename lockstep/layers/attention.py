@@ -10,7 +10,7 @@ from lockstep.kernels.formats.kv.table import head_quantizers
 from lockstep.kernels.rotary import rope_and_cache
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.kv_format import StaticScales
-from lockstep.layers.linear import Linear, ResidualLinear, Target
+from lockstep.layers.linear import Linear, PartialLinear, Target
 from lockstep.layers.norm import Norm
 from lockstep.layers.rotary import Rotary
 from lockstep.layers.sharding import Columns, count_columns
@@ -74,21 +74,21 @@ class Attention(nn.Module):
         self.qkv = Linear(build, inputs, projections, bias=bias)
         self.q_norm = Norm(build, head_dim, eps, norm_offset) if qk_norm else None
         self.k_norm = Norm(build, head_dim, eps, norm_offset) if qk_norm else None
-        self.out = ResidualLinear(build, mixed, {"o_proj": Columns.of(outputs)}, bias=out_bias)
+        self.out = PartialLinear(build, mixed, {"o_proj": Columns.of(outputs)}, bias=out_bias)
         self.kv_format = build.kv.of(build.layer)
         quantizers = head_quantizers(self.kv_format, head_dim, build.kv.setting)
-        scale_tensors = build.beside("k_proj", "v_proj")
+        scale_tensors = build.module_tensors("k_proj", "v_proj")
         other = None if build.weight_format is None else build.weight_format.other_kv
         self.static = StaticScales(build.path, self.kv_format, scale_tensors, other)
         self.rope = build.op(rope_and_cache, head_dim=head_dim, quantizers=quantizers)
         sizes = dict(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
         self.attend = build.op(paged_attention, **sizes, quantizers=quantizers)
 
-    def keep(self, x: Tensor, ctx: StepContext) -> None:
+    def write_cache(self, x: Tensor, ctx: StepContext) -> None:
         """Write the cache entries of x [T, H] without computing any output. For drafters."""
-        self._place(self.qkv.from_part(1, x), ctx)
+        self._rotate_and_cache(self.qkv.from_part(1, x), ctx)
 
-    def _place(self, qkv: Tensor, ctx: StepContext) -> Tensor:
+    def _rotate_and_cache(self, qkv: Tensor, ctx: StepContext) -> Tensor:
         """Return queries [T, H, D] of the projections [T, N], and write their keys and values."""
         return self.rope(
             qkv,
@@ -107,7 +107,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         qkv = self.qkv(x, ctx)
-        q = self._place(qkv, ctx)
+        q = self._rotate_and_cache(qkv, ctx)
         mixed = self.attend(
             q,
             self.k_cache,
@@ -136,7 +136,7 @@ class Attention(nn.Module):
 
     def finish(self) -> None:
         """Set the checkpoint's static KV scales. Call once after loading."""
-        self.kv_format = self.static.applied(self.kv_format)
+        self.kv_format = self.static.with_scales(self.kv_format)
 
     def bind(self, storage: dict[str, Tensor]) -> None:
         self.k_cache, self.v_cache = kv_caches(storage, self.head_dim, self.kv_format)

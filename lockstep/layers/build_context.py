@@ -5,17 +5,29 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from lockstep.kernels import Op
-from lockstep.kernels.exchange import ALONE, Gather, RankGroup, all_columns, exchange
+from lockstep.kernels.activations import Act
+from lockstep.kernels.exchange import (
+    ALONE,
+    Activation,
+    AddNorm,
+    Gather,
+    RankGroup,
+    all_columns,
+    exchange,
+    exchange_add_rms_norm,
+)
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear import draft_linear
 from lockstep.kernels.linear.probe import Probed
+from lockstep.kernels.norm import add_rms_norm
 from lockstep.layers.adapters import NO_ADAPTERS, AdapterTable
+from lockstep.layers.exchange import Exchange
 from lockstep.layers.kv_format import LayerKVFormats
 from lockstep.layers.memory_budget import MemoryBudget
 from lockstep.layers.sharding import Columns, Rank, Shard, count_columns
@@ -61,7 +73,7 @@ class BuildContext:
     max_positions: int
     exact: bool = True
     layer: str = ""
-    named: str = ""
+    name_prefix: str = ""
     path: str = ""
     max_model_len: int = 0
     tensors: Mapping[str, Mapping[str, TensorInfo]] | None = None
@@ -91,7 +103,7 @@ class BuildContext:
         layer's name).
         """
         copied = copy(self)
-        copied.layer = layer if layer == self.layer else self.named + layer
+        copied.layer = layer if layer == self.layer else self.name_prefix + layer
         copied.path = layer if path is None else path
         return copied
 
@@ -99,7 +111,7 @@ class BuildContext:
         """Return a copy for a submodule of the current module."""
         return self.at(self.layer, f"{self.path}.{name}")
 
-    def reading(
+    def for_checkpoint(
         self,
         tensors: Mapping[str, Mapping[str, TensorInfo]] | None,
         prefixes: tuple[str, ...],
@@ -126,18 +138,18 @@ class BuildContext:
         count = count_columns(outputs, self.rank)
         return CheckpointLinear(path, names, count, inputs, tensors, total, ranges)
 
-    def found(self, name: str) -> Mapping[str, TensorInfo]:
+    def submodule_tensors(self, name: str) -> Mapping[str, TensorInfo]:
         """Return the checkpoint's tensors of a submodule by suffix; {} for dummy weights."""
         return {} if self.tensors is None else self.tensors.get(f"{self.path}.{name}", {})
 
-    def beside(self, *names: str) -> Mapping[str, Mapping[str, TensorInfo]]:
+    def module_tensors(self, *names: str) -> Mapping[str, Mapping[str, TensorInfo]]:
         """Return the checkpoint's tensors of the current module ("") and of these submodules, by
         suffix.
         """
         if self.tensors is None:
             return {}
         tensors = {"": self.tensors.get(self.path, {})}
-        return tensors | {name: self.found(name) for name in names}
+        return tensors | {name: self.submodule_tensors(name) for name in names}
 
     def layout(self, module: CheckpointLinear) -> Layout | None:
         """Return the layout of a quantized linear layer's weight; None if it is not quantized."""
@@ -156,13 +168,41 @@ class BuildContext:
         self.choices.append(BackendChoice(self.layer, op.name, name, refused))
         return op.backends[name].run
 
-    def exchange(self, columns: Columns) -> Gather:
-        """Return the function that gathers these columns: [T, this rank's] -> [T, all]."""
+    def exchange(self, columns: Columns, rows: int = 1, act: Activation | None = None) -> Gather:
+        """Return the function that gathers these columns: [T, this rank's] -> [T, all].
+
+        It takes split-K partials [P, T, this rank's] fp32 too.
+
+        Args:
+            rows: that each token of a step has, such as one for each of its experts.
+            act: makes the columns from the argument.
+        """
         if self.rank.size == 1:
             return all_columns
+        return self._exchange(exchange, columns, rows, dtype=self.dtype, act=act)
+
+    def activation(self, op: Op, columns: Columns) -> Gather:
+        """Return the function that applies an activation op and gathers its columns [T, all]."""
+        run = self.op(op)
+        if self.rank.size == 1:
+            return run
+        return self.exchange(columns, act=Activation(cast(Act, op.name), run))
+
+    def add_rms_norm(self, width: int) -> AddNorm:
+        """Return add_rms_norm for a delta that has this rank's columns of `width`."""
+        run: AddNorm = self.op(add_rms_norm, width=width)
+        if self.rank.size == 1:
+            return run
+        return self._exchange(exchange_add_rms_norm, Columns.of(width), add_norm=run)
+
+    def _exchange(self, op: Op, columns: Columns, rows: int = 1, **options: Any) -> Exchange:
+        """Return the exchange of these columns by an op, bound to these options."""
         ranks = (Rank(index, self.rank.size) for index in range(self.rank.size))
         widths = tuple(count_columns(columns, rank) for rank in ranks)
-        return partial(self.op(exchange, ranks=self.rank.size), widths=widths, group=self.group)
+        run = self.op(op, ranks=self.rank.size, peer_access=self.group.peers is not None)
+        received = (sum(widths) - widths[self.rank.index]) * self.dtype.itemsize
+        bound = partial(run, widths=widths, group=self.group, **options)
+        return Exchange(bound, self.layer, rows * received)
 
     def cut(self, parameter: Tensor | None, ranges: Ranges, total: int, axis: int = 0) -> None:
         """Record which slice of the whole parameter this one is. ranges: () for all of it."""
@@ -203,7 +243,7 @@ class BuildContext:
     def quantized_weight(self, n: int, k: int, layout: Layout) -> QuantizedWeight:
         """Return an unfilled quantized weight [n, k]."""
         size = layout.empty(n, k, "meta").nbytes
-        self._take(size, (n, k))
+        self._reserve(size, (n, k))
         return layout.empty(n, k, self.device)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
@@ -213,9 +253,9 @@ class BuildContext:
         return torch.nn.Parameter(tensor, requires_grad=False)
 
     def _count(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self._take(prod(shape) * dtype.itemsize, shape)
+        self._reserve(prod(shape) * dtype.itemsize, shape)
 
-    def _take(self, size: int, shape: tuple[int, ...]) -> None:
+    def _reserve(self, size: int, shape: tuple[int, ...]) -> None:
         remedy = "Correct the sizes in config.json, or choose a smaller model or dtype."
         name = f"a weight {list(shape)} of {self.layer or 'the model'}"
         self.memory_budget.take(size, name, remedy)

@@ -302,11 +302,10 @@ class Linear(nn.Module):
         row_groups = group_into_gemms(row_groups_of(build, self.reads), inputs)
         # Split-K partitions follow from the whole weight, so that every number of ranks has them.
         total = sum(module.whole_outputs for module in self.reads)
-        # What crosses ranks, or gets an adapter, is rounded to the model's dtype first.
-        sent = self.gathers and build.rank.size > 1
+        # What gets an adapter is rounded first. An exchange adds partials itself.
         adapted = any(build.adapters.change(module.names) for module in self.reads)
-        whole = bias or sent or adapted
-        allow_partials = self.allow_partials and not whole and len(row_groups) == 1
+        adds = self.allow_partials or (self.gathers and build.rank.size > 1)
+        allow_partials = adds and not (bias or adapted) and len(row_groups) == 1
         gemms = [
             Gemm(build, inputs, groups, total=total, allow_partials=allow_partials)
             for groups in row_groups
@@ -437,20 +436,15 @@ class GatheredLinear(Linear):
     gathers = True
 
 
-class ResidualLinear(PartialLinear):
-    """x [T, K] -> delta [T, N] that AddRMSNorm adds to the residual, or its split-K partials.
+class VocabularyShard:
+    """Range of the vocabulary whose rows [*, H] of a weight a rank stores.
 
-    The delta of several ranks is whole on each of them.
+    tokens: the range. gather: exchange of a row of each rank, [T, H] -> [T, ranks * H].
     """
 
-    gathers = True
-
-
-class VocabularyShard:
-    """Range of the vocabulary whose rows of a weight a rank stores. tokens: the range."""
-
-    def __init__(self, build: BuildContext, vocab: int) -> None:
-        self.group = build.group
+    def __init__(self, build: BuildContext, vocab: int, hidden: int) -> None:
+        self.size = build.rank.size
+        self.gather = build.exchange(Columns.heads(self.size, hidden))
         self.tokens = build.rank.columns(vocab)
         ranks = (Rank(index, build.rank.size) for index in range(build.rank.size - 1))
         ends = [rank.columns(vocab).stop for rank in ranks]
@@ -461,12 +455,12 @@ class VocabularyShard:
 
         rows: returns the rows of this rank by their index in `tokens`.
         """
-        if self.group.size == 1:
+        if self.size == 1:
             return rows(ids)
         local = rows((ids - self.tokens.start).clamp(0, len(self.tokens) - 1))
         owners = torch.bucketize(ids, self.ends, right=True)
-        at = owners * len(ids) + torch.arange(len(ids), device=ids.device)
-        return self.group.all_gather(local).flatten(0, 1)[at]
+        at = torch.arange(len(ids), device=ids.device) * self.size + owners
+        return self.gather(local).view(len(ids) * self.size, -1)[at]
 
 
 class Embedding(nn.Module):
@@ -479,7 +473,8 @@ class Embedding(nn.Module):
         super().__init__()
         self.columns = Columns.of(vocab)
         self.rank = build.rank
-        self.shard = VocabularyShard(build, vocab)
+        self.shard = VocabularyShard(build, vocab, hidden)
+        self.gather = self.shard.gather  # registered here, for those who walk the model
         self.weight = build.matrix(len(self.shard.tokens), hidden)
         build.cut(self.weight, self.columns.ranges(build.rank), vocab)
 
@@ -519,7 +514,7 @@ class Head(Gemm):
         self.shard: VocabularyShard | None = None
         self.gather_logits: Gather = all_columns
         if isinstance(vocab, Columns):
-            self.shard = VocabularyShard(build, total)
+            self.shard = VocabularyShard(build, total, hidden)
             self.gather_logits = build.exchange(vocab)
 
     def forward(self, x: Tensor, begin: int = 0, out: Tensor | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from lockstep.errors import ConfigError, choice_error
 from lockstep.quantization import CheckpointLinear, Ranges, WeightSink
 
 MAX_RANKS = 64
-"""Largest number of ranks that error messages list."""
+"""Largest tensor_parallel_size that error messages suggest."""
 GRANULES = (128, 64, 32, 16, 8, 4, 2, 1)
 """Multiples of columns in which a dimension without heads is cut, largest first.
 

@@ -80,7 +80,7 @@ def pick_dtype(config: EngineConfig, raw: dict[str, Any], device: str) -> torch.
         return torch.float32
     reader = ConfigReader(raw)
     known = (*DTYPES[1:], None)
-    names = [reader.only(name, *known, default=None) for name in ("dtype", "torch_dtype")]
+    names = [reader.one_of(name, *known, default=None) for name in ("dtype", "torch_dtype")]
     return getattr(torch, names[0] or names[1] or "bfloat16")
 
 

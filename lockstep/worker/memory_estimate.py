@@ -24,6 +24,7 @@ from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model
 from lockstep.models.lora_adapters import adapter_table, read_adapters
 from lockstep.quantization import WeightFormat
+from lockstep.spec import passes_of
 from lockstep.step import StepShape
 from lockstep.worker import memory
 from lockstep.worker.build import (
@@ -38,6 +39,7 @@ from lockstep.worker.dry_run import allocated, dry, step_bytes
 from lockstep.worker.hooks import NO_HOOKS
 from lockstep.worker.memory_planner import Planner, Typed
 from lockstep.worker.program import Program
+from lockstep.worker.roofline import StepCosts
 
 FAKE_GPU = "cuda:0"
 """Device of fake tensors. Without its index, torch without CUDA would look for the current GPU."""
@@ -53,7 +55,8 @@ class DryEngine:
     """Model and steps on tensors without memory: costs for the planner.
 
     fixed: bytes by name that rows and prompts do not change. weights_known: the checkpoint's files
-    are present, which say what is quantized.
+    are present, which say what is quantized. rank: tensor-parallel rank; the first one has the most
+    columns. costs: bytes and FLOPs of its steps.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class DryEngine:
         weight_format: WeightFormat | None,
         card: Architecture,
         weights_known: bool,
+        rank: int = 0,
     ) -> None:
         self.config = config
         self.limits = replace(limits, device=FAKE_GPU)
@@ -85,8 +89,7 @@ class DryEngine:
                 arch=card.number,
                 kv=kv_layers(config, dtype),
                 state_dtype=state_dtype(config),
-                # The first rank has the most columns.
-                group=DryGroup(0, config.tensor_parallel_size),
+                group=DryGroup(rank, config.tensor_parallel_size),
                 adapters=adapter_table(read_adapters(config.lora_modules or {})),
             )
             self.build.memory_budget.bounded = False  # fake tensors take no memory
@@ -98,6 +101,7 @@ class DryEngine:
         staging = memory.staging_bytes(config)
         self.fixed = {"weights": weight_bytes(self.model, self.draft), "overhead": OVERHEAD_BYTES}
         self.fixed |= {"staging": staging} if staging else {}
+        self.costs = StepCosts.of(self.model, self.draft, passes_of(config.speculative_config))
         _assume_scales(self.model, self.draft)
         keep_distinct_blocks(self.model)
         self.working = cache(self._working)

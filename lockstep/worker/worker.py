@@ -23,7 +23,7 @@ from lockstep.scheduling.schedule import (
 )
 from lockstep.step import PAGE_SIZE, StepShape
 from lockstep.worker import memory, rows
-from lockstep.worker.capture import capture_halves, capture_pieces
+from lockstep.worker.capture import capture_pieces, capture_program
 from lockstep.worker.cpu_threads import by_work
 from lockstep.worker.grammar_masks import GrammarMasks
 from lockstep.worker.program import Outcome, Program, RunStep
@@ -125,7 +125,7 @@ class Worker:
         if self.plan.graph_mode != "none":
             pool = torch.cuda.graph_pool_handle()
             if self.plan.graph_mode == "full":
-                self.run_step = capture_halves(self.uncaptured, pool)
+                self.run_step = capture_program(self.uncaptured, pool)
             else:
                 capture_pieces(self.model, pool, [s.tokens for s in shapes])
         self.table.inputs.fill()
@@ -276,6 +276,7 @@ class Worker:
         results = Results()
         for step in launched:
             step.timer.wait()
+            self.group.check()
             if not step.shape.prompt:
                 results.decode_ms = step.timer.ms
             for row, numbers in zip(step.rows, step.results.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""vLLM's flags: each is in the table, and is translated as the table says."""
+"""vLLM's flags: each is in the table, and is checkpoint_folder as the table says."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ TEXT_OPTIONS = (
 
 
 def read(*words: str) -> tuple[list[str], list[str]]:
-    """Return (the translated command line, the notes)."""
+    """Return (the checkpoint_folder command line, the notes)."""
     options = [
         Option(name, switch=False, repeatable=False, negatable=False) for name in TEXT_OPTIONS
     ]
@@ -60,7 +60,7 @@ REPEATABLE = ("api-key", "served-model-name", "lora-modules")
 
 
 def only_word(*words: str) -> str:
-    """Return the only word of the translated command line, which has no notes."""
+    """Return the only word of the checkpoint_folder command line, which has no notes."""
     line, notes = read(*words)
     assert len(line) == 1 and not notes, (line, notes)
     return line[0]
@@ -233,9 +233,9 @@ def test_default_values_are_silent(words: tuple[str, ...]) -> None:
         (("-cc.pass_config.fuse_norm_quant=true",), "--compilation-config.pass_config has no"),
         (("--limit-mm-per-prompt", '{"image": 0}'), "--limit-mm-per-prompt has no effect"),
         (("--limit-mm-per-prompt.image", "0"), "--limit-mm-per-prompt.image has no effect"),
-        (("--structured-outputs-config.backend", "xgrammar"), "llguidance holds all answers"),
+        (("--structured-outputs-config.backend", "xgrammar"), "llguidance constrains all"),
         (("--structured-outputs-config", '{"backend": "auto"}'), "-config.backend has no effect"),
-        (("--disable-access-log-for-endpoints", "/health"), "unless --uvicorn-log-level is info"),
+        (("--disable-access-log-for-endpoints", "/health"), "only if --uvicorn-log-level is info"),
         (("--h11-max-header-count", "256"), "--h11-max-header-count has no effect"),
         (("--trust-remote-code",), "no code of a checkpoint is run"),
         (("--enable-lora",), "--enable-lora has no effect: --lora-modules holds"),
@@ -256,7 +256,7 @@ def test_ignored_flags_are_noted_in_one_line(words: tuple[str, ...], message: st
         (("--runner", "pooling"), ("--runner='pooling'", "auto, generate", "leave it out")),
         (
             ("--structured-outputs-config", '{"enable_in_reasoning": true}'),
-            ("--structured-outputs-config.enable_in_reasoning=True", "reasoning is free"),
+            ("--structured-outputs-config.enable_in_reasoning=True", "never the reasoning"),
         ),
         (
             ("--structured-outputs-config.disable_any_whitespace", "true"),

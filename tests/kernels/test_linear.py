@@ -179,6 +179,7 @@ def tiles_of(backend, n: int, k: int, count: int) -> list[Tile]:
     return TILES if backend.dtype == torch.bfloat16 else TILES[::4]
 
 
+@pytest.mark.default_cases("2")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("backend", TRITON)
 @pytest.mark.parametrize("count", [1, 2, 4])

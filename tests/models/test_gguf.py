@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 from lockstep import LLM, SamplingParams
 from lockstep.errors import ConfigError
-from lockstep.models.gguf.folder import translated
+from lockstep.models.gguf.folder import checkpoint_folder
 from lockstep.models.gguf.tensors import gguf_weight_files
 from lockstep.quantization.gguf_blocks import LAYOUTS, dequantize
 from lockstep.quantization.weight_sink import FLOAT_DTYPES
@@ -55,6 +55,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.mark.default_cases("llama, biases, tied", "qwen2", "qwen35moe")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gguf_equals_transformers(family: str, tmp_path: Path) -> None:
     (classes, base, centre) = FAMILIES[family]
@@ -133,7 +134,7 @@ def test_quantized_file_equals_dequantized_safetensors(wide: Path, tmp_path: Pat
     stored |= {views[name]: value for name, value in values.items()}
     folder = tmp_path / "model"
     folder.mkdir()
-    config = json.loads((translated([path]) / "config.json").read_text())
+    config = json.loads((checkpoint_folder([path]) / "config.json").read_text())
     assert config.pop("quantization_config") == {"quant_method": "gguf", "types": ["Q4_1", "Q8_0"]}
     (folder / "config.json").write_text(json.dumps(config))
     save_file(stored, folder / "model.safetensors")
@@ -142,6 +143,7 @@ def test_quantized_file_equals_dequantized_safetensors(wide: Path, tmp_path: Pat
     assert bits(both[0]) == bits(both[1])
 
 
+@pytest.mark.default_cases("qwen35")
 @pytest.mark.parametrize("family", ["qwen35", "qwen35moe"])
 def test_gguf_draft_module_changes_no_bit(family: str, tmp_path: Path) -> None:
     (classes, base, centre) = FAMILIES[family]

@@ -71,6 +71,7 @@ def read(method: str, **settings: Any) -> WeightFormat:
 SIZES = pytest.mark.parametrize("sizes", [(512, 256), (96, 48)], ids=["blocks", "within blocks"])
 
 
+@pytest.mark.covering(strength=1)
 @SIZES
 @pytest.mark.parametrize("name", CASES)
 def test_stored_formats(name: str, sizes: tuple[int, int]) -> None:

@@ -37,7 +37,7 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> Make:
         config = EngineConfig.read(
             model=str(folder), load_format="dummy", skip_tokenizer_init=True, **settings
         )
-        return LLM.over(build_engine(config))
+        return LLM.from_engine(build_engine(config))
 
     return build
 
@@ -55,6 +55,7 @@ def plain(latent: Make) -> list[Any]:
     return answers(latent(), LONG)
 
 
+@pytest.mark.default_cases("8")
 @pytest.mark.parametrize("bucket", some_slow(range(1, 9), (1, 8)))
 def test_every_bucket_runs_null_rows_with_two_pages(
     latent: Make, alone: list[Any], bucket: int

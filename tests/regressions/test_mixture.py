@@ -47,6 +47,7 @@ def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder, [answers(llm, [prompt])[0] for prompt in PROMPTS]
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("way", SERVING_SETTINGS)
 def test_serving_settings_keep_every_bit(alone, way: str) -> None:
     (folder, expected) = alone
@@ -65,7 +66,9 @@ def test_accepted_drafts_keep_the_answer(alone) -> None:
         max_num_seqs=8,
         speculative_config=NGRAM,
     )
-    llm = LLM.over(build_engine(config, hooks=CheckHooks(drafter=partial(ScriptedDrafter, known))))
+    llm = LLM.from_engine(
+        build_engine(config, hooks=CheckHooks(drafter=partial(ScriptedDrafter, known)))
+    )
     assert answers(llm) == expected
     assert llm.engine.stats.accepted_tokens_total > 20
 

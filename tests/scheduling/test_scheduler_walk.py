@@ -225,7 +225,7 @@ def assert_empty(sched: Scheduler, rows: int) -> None:
     assert not cache.seqs and not sched.running and not sched.queue and not sched.launched
     assert len(sched.free_rows) == rows
     assert not cache.host.pinned
-    cache.forget()
+    cache.drop_cached()
     cache.check()
     assert cache.host.used == 0 and cache.paged.pool.available == cache.paged.pool.total
 
@@ -305,6 +305,7 @@ def walk(
     return sched
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("query_len", [1, 4])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.check.drafters import NONE
+from lockstep.check.drafters import NO_DRAFTER
 from lockstep.check.engines import CheckEngine
 from lockstep.check.judges.digests import RawLogits
 from lockstep.check.matrix.cases import Case
@@ -18,7 +18,7 @@ from lockstep.check.report.report import Report, Tally
 from lockstep.errors import ConfigError
 from lockstep.example_prompts import long_prompt, short_prompts
 from lockstep.llm import LLM
-from lockstep.models.gguf.folder import holds_gguf
+from lockstep.models.gguf.folder import has_gguf
 from lockstep.sampling_params import SamplingParams
 from lockstep.worker.executor import executor_of
 
@@ -37,7 +37,7 @@ def load_oracle(llm: LLM) -> Any:
             "Leave one of them out."
         )
     folder = llm.engine.plan.model_path
-    if holds_gguf(folder):
+    if has_gguf(folder):
         raise ConfigError(
             "--oracle is not allowed with a GGUF file: the comparison loads safetensors. Leave it "
             "out, or name the model's safetensors."
@@ -73,7 +73,7 @@ def run_oracle(plain: CheckEngine, report: Report) -> float:
     """Run the comparison, add it to the report, and return the largest difference."""
     oracle = load_oracle(plain.llm)
     tolerance = TOLERANCES[plain.engine.plan.dtype]
-    setup = Setup(NONE, 0, TRANSFORMERS, "none")
+    setup = Setup(NO_DRAFTER, 0, TRANSFORMERS, "none")
     params = SamplingParams(
         temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=0
     )
