@@ -30,7 +30,7 @@ from lockstep.layers.adapters import NO_ADAPTERS, AdapterTable
 from lockstep.layers.exchange import Exchange
 from lockstep.layers.kv_format import LayerKVFormats
 from lockstep.layers.memory_budget import MemoryBudget
-from lockstep.layers.sharding import Columns, Rank, Shard, count_columns
+from lockstep.layers.sharding import Columns, QuantizedShard, Rank, Shard, count_columns
 from lockstep.quantization import CheckpointLinear, Layout, Ranges, TensorInfo, WeightFormat
 
 
@@ -63,8 +63,9 @@ class BuildContext:
     checkpoint may have. weight_format: None for plain weights. arch: architecture of a GPU
     that is not present, such as 86; None for the device's. kv: KV cache format of each layer.
     state_dtype: dtype of recurrent state between steps.
-    group: the tensor-parallel ranks. adapters: those that linear layers make room for. shards: of
-    the parameters that are cut across ranks, by their id().
+    group: the tensor-parallel ranks. adapters: those that linear layers make room for. shards,
+    quantized_shards: of the parameters and quantized weights that are cut across ranks, by their
+    id().
     """
 
     device: str
@@ -85,6 +86,7 @@ class BuildContext:
     group: RankGroup = ALONE
     adapters: AdapterTable = NO_ADAPTERS
     shards: dict[int, Shard] = field(default_factory=dict)
+    quantized_shards: dict[int, QuantizedShard] = field(default_factory=dict)
     choices: list[BackendChoice] = field(default_factory=list)
     probed: dict[tuple[int, int, torch.dtype], Probed] = field(default_factory=dict)
     memory_budget: MemoryBudget = field(init=False)
@@ -204,10 +206,24 @@ class BuildContext:
         bound = partial(run, widths=widths, group=self.group, **options)
         return Exchange(bound, self.layer, rows * received)
 
-    def cut(self, parameter: Tensor | None, ranges: Ranges, total: int, axis: int = 0) -> None:
-        """Record which slice of the whole parameter this one is. ranges: () for all of it."""
-        if parameter is not None and ranges:
-            self.shards[id(parameter)] = Shard(axis, ranges, total)
+    def cut(
+        self,
+        parameter: Tensor | None,
+        ranges: Ranges,
+        total: int,
+        axis: int = 0,
+        order: Tensor | None = None,
+    ) -> None:
+        """Record which slice of the whole parameter this one is: see Shard."""
+        if parameter is not None and (ranges or order is not None):
+            self.shards[id(parameter)] = Shard(axis, ranges, total, order)
+
+    def cut_quantized(
+        self, weight: QuantizedWeight, layout: Layout | None, ranges: Ranges, total: int
+    ) -> None:
+        """Record which columns of the whole quantized weight this one has: see QuantizedShard."""
+        if layout is not None and ranges:
+            self.quantized_shards[id(weight)] = QuantizedShard(layout, ranges, total)
 
     def linear_op(self, op: Op, n: int, k: int, quantized: str = "") -> Callable[..., Any]:
         """Return the kernel of a weight [n, k]: canonical, or the fastest for a drafter.

@@ -21,7 +21,7 @@ from lockstep.layers.linear import (
     Target,
     Weight,
     group_into_gemms,
-    row_groups_of,
+    joined_ranges,
     weight_sinks,
 )
 from lockstep.layers.sharding import Columns, count_columns
@@ -109,6 +109,9 @@ class ExpertWeight(Weight):
         layout = _common_layout(build, self.reads)
         super().__init__(build, inputs, [(layout, experts * self.rows)])
         build.cut(self.weight, self.ranges, self.whole_rows, axis=1)
+        for part in self.quantized_parts:
+            layout = build.layout(self.reads[0].whole)
+            build.cut_quantized(part, layout, *joined_ranges(self.reads))
 
     def _allocate(self, build: BuildContext) -> nn.Parameter:
         return build.matrices(self.experts, self.rows, self.shape[1])
@@ -373,7 +376,7 @@ def _fp32_build(build: BuildContext) -> BuildContext:
 def _is_one_gemm(build: BuildContext, inputs: int, outputs: Mapping[str, int | Columns]) -> bool:
     """Return whether linear layers of `inputs` columns can be served by one GEMM."""
     modules = [build.module(name, n, inputs) for name, n in outputs.items()]
-    return len(group_into_gemms(row_groups_of(build, modules), inputs)) == 1
+    return len(group_into_gemms(build, modules, inputs)) == 1
 
 
 def _describe_expert(

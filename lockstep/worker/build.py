@@ -260,7 +260,7 @@ def build_models(
     for adapter in placed:
         adapter.load()
     if config.load_format == "dummy":
-        fill_dummy(model, draft, config.seed, build.shards)
+        fill_dummy(model, draft, config.seed, build)
         return model, draft, None
     shown = partial(progress, "loading")
     return model, draft, load_weights(checkpoint, model, draft, shown, build.weight_format)
