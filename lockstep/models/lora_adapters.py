@@ -15,7 +15,7 @@ from lockstep.layers.adapters import AdapterTable
 from lockstep.layers.lora import LoRA
 from lockstep.layers.sharding import WeightSpec
 from lockstep.models.config_reader import ConfigReader
-from lockstep.models.json_files import ADAPTER, read_object, some
+from lockstep.models.json_files import ADAPTER, brief_list, read_object
 from lockstep.models.weight_files import WeightFile
 
 WEIGHTS = "adapter_model.safetensors"
@@ -87,12 +87,12 @@ def _read_settings(c: ConfigReader) -> tuple[int, float, tuple[str, ...] | None]
     Raises:
         CheckpointError: a setting would change answers and is not supported.
     """
-    c.only("peft_type", "LORA")
-    c.only("task_type", "CAUSAL_LM", None, default=None)
-    c.only("bias", "none", default="none")
+    c.one_of("peft_type", "LORA")
+    c.one_of("task_type", "CAUSAL_LM", None, default=None)
+    c.one_of("bias", "none", default="none")
     for name in ("use_dora", "use_qalora", "lora_bias", "fan_in_fan_out"):
-        c.only(name, False, None, default=False)
-    c.only("init_lora_weights", *PLAIN_STARTS, default=True)
+        c.one_of(name, False, None, default=False)
+    c.one_of("init_lora_weights", *PLAIN_STARTS, default=True)
     rank = c.size("r", max_value=MAX_RANK)
     alpha = c.positive("lora_alpha")
     c.need(alpha <= MAX_ALPHA, "lora_alpha", f"numbers up to {MAX_ALPHA:g}")
@@ -124,7 +124,7 @@ def _module_names(folder: Path, targets: tuple[str, ...] | None) -> frozenset[st
     spare = sorted(tensors - {f"{PREFIX}{m}{suffix}" for m in modules for suffix in SUFFIXES})
     if spare or not modules:
         raise CheckpointError(
-            f"{path} has tensors that are not applied ({len(spare)}): {some(spare) or 'none'}; "
+            f"{path} has tensors that are not applied ({len(spare)}): {brief_list(spare) or 'none'}; "
             f"allowed: {PREFIX}MODULE{SUFFIXES[0]} and {SUFFIXES[1]} of linear layers, one or more "
             f"pairs. {REMEDY}"
         )
@@ -133,7 +133,7 @@ def _module_names(folder: Path, targets: tuple[str, ...] | None) -> frozenset[st
     if wrong:
         raise CheckpointError(
             f"{path} changes modules ({len(wrong)}) that target_modules of {ADAPTER} does not "
-            f"name: {some(wrong)}. Fetch both files again."
+            f"name: {brief_list(wrong)}. Fetch both files again."
         )
     return modules
 
@@ -172,7 +172,7 @@ class PlacedAdapter:
         if misfits:
             raise CheckpointError(
                 f"{self.adapter.weight_file.path} does not fit the base model and r="
-                f"{self.adapter.rank} of {ADAPTER}: {some(misfits)}. Name an adapter of this model."
+                f"{self.adapter.rank} of {ADAPTER}: {brief_list(misfits)}. Name an adapter of this model."
             )
 
 
@@ -190,7 +190,7 @@ def place_adapters(model: nn.Module, adapters: Sequence[LoRAAdapter]) -> list[Pl
         if unplaced:
             raise CheckpointError(
                 f"{adapter.folder} changes modules ({len(unplaced)}) that take no adapter: "
-                f"{some(unplaced)}; allowed: linear layers of attention, recurrent mixers and MLPs "
+                f"{brief_list(unplaced)}; allowed: linear layers of attention, recurrent mixers and MLPs "
                 "in the base model's layers, but not embeddings, heads, experts and kv_b_proj. "
                 f"{REMEDY}"
             )
