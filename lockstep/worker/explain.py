@@ -193,7 +193,9 @@ def _tiled(
             tile = DEQUANTIZE_FIRST
             if isinstance(weight, QuantizedWeight):
                 tile = quantized_tile(tokens, weight, module.split_k, dtype, gpu)
-            return lookup(tokens, n, k, dtype, f"sm{number}") if tile == DEQUANTIZE_FIRST else tile
+            if tile != DEQUANTIZE_FIRST:
+                return tile
+            return lookup(tokens, n, k, dtype, f"sm{number}", module.split_k)
 
         yield "linear", f"{n}x{k}" + suffix, linear_tile
     elif isinstance(module, MoE):

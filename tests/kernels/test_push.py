@@ -1,5 +1,7 @@
 """push: the kernels that write into peers' memory, with ranks as processes that share memory."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -177,3 +179,12 @@ def test_an_abort_ends_the_wait_and_names_the_rank() -> None:
         push.exchange_push(torch.zeros(1, 16).bfloat16(), (16, 16), group)
 
     run_processes(2, run)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_gpus_exchange_random_tensors() -> None:
+    command = [sys.executable, "-m", "tests.kernels.fuzz_push", "--seconds", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "exchanges, equal on each" in done.stdout

@@ -133,5 +133,9 @@ class NcclGroup(RankGroup):
     def close(self) -> None:
         """See RankGroup. Without an abort, NCCL waits for graphs that hold its kernels."""
         aborting = threading.Thread(target=self._group.abort, daemon=True)
-        aborting.start()
-        aborting.join(ABORT_SECONDS)
+        try:
+            aborting.start()
+        except RuntimeError:  # at the interpreter's end no thread can be started
+            self._group.abort()
+        else:
+            aborting.join(ABORT_SECONDS)
