@@ -123,8 +123,9 @@ def _module_names(folder: Path, targets: tuple[str, ...] | None) -> frozenset[st
     modules = frozenset(halves[0] & halves[1])
     spare = sorted(tensors - {f"{PREFIX}{m}{suffix}" for m in modules for suffix in SUFFIXES})
     if spare or not modules:
+        listed = brief_list(spare) or "none"
         raise CheckpointError(
-            f"{path} has tensors that are not applied ({len(spare)}): {brief_list(spare) or 'none'}; "
+            f"{path} has tensors that are not applied ({len(spare)}): {listed}; "
             f"allowed: {PREFIX}MODULE{SUFFIXES[0]} and {SUFFIXES[1]} of linear layers, one or more "
             f"pairs. {REMEDY}"
         )
@@ -172,7 +173,8 @@ class PlacedAdapter:
         if misfits:
             raise CheckpointError(
                 f"{self.adapter.weight_file.path} does not fit the base model and r="
-                f"{self.adapter.rank} of {ADAPTER}: {brief_list(misfits)}. Name an adapter of this model."
+                f"{self.adapter.rank} of {ADAPTER}: {brief_list(misfits)}. "
+                "Name an adapter of this model."
             )
 
 
@@ -190,8 +192,8 @@ def place_adapters(model: nn.Module, adapters: Sequence[LoRAAdapter]) -> list[Pl
         if unplaced:
             raise CheckpointError(
                 f"{adapter.folder} changes modules ({len(unplaced)}) that take no adapter: "
-                f"{brief_list(unplaced)}; allowed: linear layers of attention, recurrent mixers and MLPs "
-                "in the base model's layers, but not embeddings, heads, experts and kv_b_proj. "
+                f"{brief_list(unplaced)}; allowed: linear layers of attention, recurrent mixers "
+                "and MLPs in the base model's layers, but not embeddings, heads, experts and kv_b_proj. "
                 f"{REMEDY}"
             )
         placed.append(PlacedAdapter(adapter, specs))
