@@ -175,7 +175,11 @@ class RemoteNode:
             self._last_frame = time.monotonic()
             if kind != REPORT:
                 return []
-            return [(RANK.unpack_from(data)[0], decode_plain(data[RANK.size :]))]
+            rank = RANK.unpack_from(data)[0]
+            report = decode_plain(data[RANK.size :])
+            if rank not in self.ranks or not isinstance(report, Report):
+                raise ValueError(f"rank {rank}: {type(report).__name__}")
+            return [(rank, report)]
         except (OSError, EOFError) as error:
             reason = str(error) or "the connection was closed"
             why = f"its node has ended, or the network between the nodes: {reason}"
@@ -185,7 +189,11 @@ class RemoteNode:
 
     def send(self, data: bytes, check: Callable[[], None]) -> None:
         """See RankHost."""
-        self.link.send(MESSAGE, data)
+        try:
+            self.link.send(MESSAGE, data)
+        except OSError:
+            self.link.shutdown()  # read() then names the node: half of a frame cannot be mended
+            raise
 
     def beat(self) -> None:
         """See RankHost."""

@@ -14,6 +14,7 @@ from lockstep.errors import ConfigError
 
 MODULES = frozenset(
     {
+        "lockstep.cache.host_tier",
         "lockstep.config",
         "lockstep.sampling_params",
         "lockstep.scheduling.schedule",
