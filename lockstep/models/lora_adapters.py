@@ -193,7 +193,7 @@ def place_adapters(model: nn.Module, adapters: Sequence[LoRAAdapter]) -> list[Pl
             raise CheckpointError(
                 f"{adapter.folder} changes modules ({len(unplaced)}) that take no adapter: "
                 f"{brief_list(unplaced)}; allowed: linear layers of attention, recurrent mixers "
-                "and MLPs in the base model's layers, but not embeddings, heads, experts and kv_b_proj. "
+                "and MLPs of the base model, but not embeddings, heads, experts and kv_b_proj. "
                 f"{REMEDY}"
             )
         placed.append(PlacedAdapter(adapter, specs))
