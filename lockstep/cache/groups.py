@@ -33,7 +33,7 @@ class CacheSeq:
     output: the request's own list of answer tokens, which grows. salt: root of the page keys
     (salt_of); pages are shared among requests of the same root only. reuse: whether the request may
     resume cached prefixes. digests: token position -> digest of the content that a placeholder
-    token there stands for, such as an image. pages: page j has tokens [j * page_size, (j + 1) *
+    token there represents, such as an image. pages: page j has tokens [j * page_size, (j + 1) *
     page_size); the first `published` are cached. slot: state slot, 0 for none. source: slot of the
     snapshot that the sequence resumed from, 0 for none. branch: tokens of a cached prefix whose
     state has no snapshot, else 0; another prompt shares the prefix and continues differently after
