@@ -89,7 +89,7 @@ class RowTable(RowTensors):
     def row_tensors(self) -> list[Tensor]:
         """Return the tensors of a row, without pages and state, that move when it is preempted."""
         tensors = [self.tokens, self.prompt_len, self.computed, self.folded, self.drafts]
-        return [*tensors, self.draft_limit, *self.sampling.tensors(), *self.adapters.tensors()]
+        return tensors + [self.draft_limit] + self.sampling.tensors() + self.adapters.tensors()
 
     def prepare(self, shape: StepShape) -> StepContext:
         """Return the step that the inputs describe, at the rows' own lengths."""
