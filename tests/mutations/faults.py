@@ -47,6 +47,7 @@ OF_PACKED = "tests/kernels/test_quantized_weights.py"
 OF_KV = "tests/kernels/test_kv.py"
 OF_KV_LATENTS = "tests/kernels/test_kv_latents.py"
 OF_LATENTS = "tests/kernels/test_latent_attention.py"
+OF_NODES = "tests/worker/test_nodes.py"
 OF_DEEPSEEK = "tests/models/test_deepseek_v3.py"
 OF_TURBOQUANT = "tests/kernels/test_turboquant.py"
 OF_KV_FORMATS = "tests/regressions/test_f3_kv_formats.py"
@@ -1390,6 +1391,33 @@ FAULTS = (
         "    ...\n"
         "$proposal = self.prepare()\n"
         "$proposal.try_consume_tokens($real[1:])",
+    ),
+    Fault(
+        "ranks with other weights work together", "worker", "worker.agreement", "check_identity",
+        "$mine.get($name) != $theirs.get($name)",
+        "$theirs.get($name) is None",
+        f"{OF_NODES}::test_checkpoints_are_compared_by_their_contents",
+    ),
+    Fault(
+        "the draft model's weights are not compared", "worker", "worker.agreement", "identity_of",
+        "$identity[\"draft model's weights\"] = weights_digest(find_model($draft))",
+        "",
+        f"{OF_NODES}::test_draft_models_are_compared_by_their_contents",
+    ),
+    Fault(
+        "an idle engine does not notice a dead rank", "worker", "engine.engine_loop",
+        "EngineLoop.run",
+        "$executor.call_on_failure(self._end_by_failure)",
+        "",
+        "tests/worker/test_ranks.py::"
+        "test_processes_give_the_answers_of_one_rank_until_one_is_killed",
+    ),
+    Fault(
+        "messages of other hosts name any function", "worker", "worker.plain_data",
+        "_Unpickler.find_class",
+        "$is_plain and $item.__module__ == $module",
+        "$item is not None",
+        f"{OF_NODES}::test_messages_reach_nothing_that_a_module_imports",
     ),
 )  # fmt: skip
 

@@ -32,12 +32,14 @@ from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import Admission, RowSpec, Schedule
 from lockstep.worker import node, node_link, ranks
 from lockstep.worker.agreement import check_identity, identity_of, shown
+from lockstep.worker.audit import compare_ranks
 from lockstep.worker.build import find_model
 from lockstep.worker.executor import executor_of
 from lockstep.worker.node import run_node
 from lockstep.worker.node_link import Hello, Link, NodeListener, RemoteNode, join_head
 from lockstep.worker.plain_data import decode_plain
 from lockstep.worker.rank_process import Call, Execute, Failed, Ready
+from lockstep.worker.rank_times import end_step_times, start_step_times
 from lockstep.worker.worker import Worker
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, make_engine
 
@@ -458,7 +460,8 @@ def test_messages_between_nodes_are_plain_data() -> None:
     schedule = Schedule(1, decode=[1], admissions=[admission], evicted={"pages": [Move(1, (2,))]})
     message = Execute(3, schedule)
     assert decode_plain(pickle.dumps(message)) == message
-    assert decode_plain(pickle.dumps(Call(Worker.probe))).function is Worker.probe
+    for function in (Worker.probe, compare_ranks, start_step_times, end_step_times):
+        assert decode_plain(pickle.dumps(Call(function))).function is function
 
 
 def test_a_long_error_of_a_rank_is_cut() -> None:
