@@ -73,6 +73,7 @@ def equal(found: Tensor, expected: Tensor) -> bool:
     )
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("packets", [True, False], ids=["packets", "flags"])
 @pytest.mark.parametrize("widths", [(16, 16), (24, 16, 8), (1026, 2)], ids=str)
 def test_every_rank_has_all_columns_after_many_exchanges(
@@ -122,6 +123,7 @@ def test_columns_are_made_of_partials_and_activations(
     run_processes(2, run)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("widths", [(48, 48), (40, 24, 24)], ids=str)
 def test_a_norm_waits_for_its_columns(widths: tuple[int, ...], parts: int) -> None:
