@@ -21,7 +21,8 @@ class RowSpec:
     """Data of a request that a worker needs while the request has a row.
 
     eos_token_ids: tokens that min_tokens bans. speculate: verify drafts of this row.
-    is_constrained: a grammar masks the tokens of this row.
+    is_constrained: a grammar masks the tokens of this row. adapter: name of its adapter, "" for
+    the base model.
     """
 
     id: str
@@ -31,6 +32,7 @@ class RowSpec:
     seed: int = 0
     speculate: bool = True
     is_constrained: bool = False
+    adapter: str = ""
 
     @classmethod
     def of(cls, request: Request) -> "RowSpec":
@@ -47,6 +49,7 @@ class RowSpec:
             seed=request.seed,
             speculate=request.speculate,
             is_constrained=request.is_constrained,
+            adapter=request.adapter,
         )
 
 

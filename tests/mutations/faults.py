@@ -40,6 +40,7 @@ STORED = "tests/quantization/test_stored.py"
 STORED_MAPS = f"{STORED}::test_loaded_weight_equals_represented_weight"
 REFUSED = "tests/quantization/test_refused.py"
 OF_CHECKPOINTS = "tests/quantization/test_expert_checkpoints.py"
+OF_ADAPTERS = "tests/engine/test_adapters.py"
 OF_EXPERTS = "tests/kernels/test_experts.py"
 OF_ROUTE = "tests/kernels/test_route.py"
 OF_PACKED = "tests/kernels/test_quantized_weights.py"
@@ -191,6 +192,26 @@ FAULTS = (
         "$parent = self.salt",
     ),
     Fault(
+        "page key without the adapter", "cache", SCHEDULER, "Scheduler.cache_root",
+        "return salt_of($salt, $digest)",
+        "return salt_of($salt)",
+        f"{OF_ADAPTERS}::test_no_prefix_is_shared_between_adapters",
+    ),
+    Fault(
+        "every token has the adapter of the first row", "worker", "worker.adapter_column",
+        "AdapterColumn.of_tokens",
+        "return self.by_row[$row_ids][$token_rows]",
+        "return self.by_row[$row_ids][0 * $token_rows]",
+        f"{OF_ADAPTERS}::test_batch_of_adapters_equals_single_rows",
+    ),
+    Fault(
+        "adapter not moved at preemption", "worker", "worker.adapter_column",
+        "AdapterColumn.tensors",
+        "return [self.by_row]",
+        "return []",
+        f"{OF_ADAPTERS}::test_adapters_equal_single_rows_on_every_engine",
+    ),
+    Fault(
         "snapshots not pinned", "cache", GROUPS, "StateGroup.resume",
         "self.pins.extend($sources)",
         "for source in $sources:\n"
@@ -284,9 +305,9 @@ FAULTS = (
     Fault(
         "token counts not moved at preemption",
         "worker", "worker.row_table", "RowTable.row_tensors",
-        "return $values + [self.draft_limit] + self.sampling.tensors()",
+        "return $values + [self.draft_limit] + self.sampling.tensors() + $adapters",
         "return $values + [self.draft_limit] + [t for t in self.sampling.tensors() if t is not "
-        "self.sampling.counts]",
+        "self.sampling.counts] + $adapters",
     ),
     Fault(
         "convolution inputs not moved at preemption", "worker", TRANSFERS, "Transfers.back",

@@ -293,7 +293,7 @@ def _rule_tile(tokens: int, n: int, k: int, dtype: torch.dtype, split_k: int) ->
     if tokens <= 16:
         return Tile(16, 64, 256, 4, 5, ctas_k, swap=True, tma=True)
     if tokens <= 32:
-        return Tile(32, 64, 256, 4, 3, ctas_k, swap=True, tma=True)
+        return Tile(32, 64, 128, 4, 7 if ctas_k > 1 else 4, ctas_k, swap=True, tma=True)
     if tokens <= 64 and ctas_k > 1:
         return Tile(64, 64, 128, 4, 6, ctas_k, swap=True, tma=True)
     if tokens <= 64:
