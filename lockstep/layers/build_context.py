@@ -15,6 +15,7 @@ from lockstep.kernels.exchange import ALONE, Gather, RankGroup, all_columns, exc
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear import draft_linear
 from lockstep.kernels.linear.probe import Probed
+from lockstep.kernels.sampling import LogitShard
 from lockstep.layers.kv_format import LayerKVFormats
 from lockstep.layers.memory_budget import MemoryBudget
 from lockstep.layers.sharding import Columns, Rank, Shard, count_columns
@@ -158,9 +159,22 @@ class BuildContext:
         """Return the function that gathers these columns: [T, this rank's] -> [T, all]."""
         if self.rank.size == 1:
             return all_columns
+        return partial(self._exchange(), widths=self._widths(columns))
+
+    def logit_shard(self, columns: Columns) -> LogitShard:
+        """Return this rank's share of the logits of a head with these columns."""
+        if not columns.ranges(self.rank):
+            return LogitShard((columns.total,))
+        return LogitShard(self._widths(columns), self.rank.index, self._exchange())
+
+    def _exchange(self) -> Callable[..., Tensor]:
+        """Return the backend of exchange with its group."""
+        return partial(self.op(exchange, ranks=self.rank.size), group=self.group)
+
+    def _widths(self, columns: Columns) -> tuple[int, ...]:
+        """Return the number of columns of each rank."""
         ranks = (Rank(index, self.rank.size) for index in range(self.rank.size))
-        widths = tuple(count_columns(columns, rank) for rank in ranks)
-        return partial(self.op(exchange, ranks=self.rank.size), widths=widths, group=self.group)
+        return tuple(count_columns(columns, rank) for rank in ranks)
 
     def cut(self, parameter: Tensor | None, ranges: Ranges, total: int, axis: int = 0) -> None:
         """Record which slice of the whole parameter this one is. ranges: () for all of it."""

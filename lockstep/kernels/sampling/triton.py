@@ -82,7 +82,7 @@ def sample_triton(
     sizes = dict(BLOCKS=blocks, GROUPS=groups, GROUP=GROUP, GRAIN=GRAIN, **common)
     partials = (floats(groups), floats(blocks), floats(parts), ints(parts))
     score_kernel[(logit_rows, parts)](
-        batch, parameters, *partials, *numbers, SPAN=span, BLOCK=BLOCK, num_warps=8, **sizes
+        batch, parameters, *partials, *numbers, FIRST=0, SPAN=span, BLOCK=BLOCK, num_warps=8, **sizes
     )
     tile = (ints(TILE), floats(TILE * GROUP), ints(TILE * GROUP))
     block_lanes = power(blocks)
