@@ -76,7 +76,7 @@ def main() -> None:
             kv_offloading_size=0.0 if unlimited else float(size),
             kv_cache_dtype=args.kv_cache_dtype,
         )
-        tokens, line = run_conversations(LLM.over(build_engine(config)), args)
+        tokens, line = run_conversations(LLM.from_engine(build_engine(config)), args)
         answers.append(tokens)
         print_json({"host_gib": size, **line})
     same = all(tokens == answers[0] for tokens in answers)

@@ -18,7 +18,7 @@ from lockstep.engine_args import EngineArgs
 from lockstep.engine_builder import build_engine
 from lockstep.errors import EngineDeadError, RequestError, brief
 from lockstep.keywords import CALL, check_keywords
-from lockstep.llm import hosted_engine, processor_of
+from lockstep.llm import build_remote_engine, processor_of
 from lockstep.outputs import RequestOutput
 from lockstep.progress import Progress
 from lockstep.request_group import RequestGroup
@@ -36,7 +36,7 @@ REMEDY = "Make a new AsyncLLM."
 GENERATE = ("prompt", "sampling_params", "request_id", "priority")
 
 
-def _unseen(what: str, done: int, of: int) -> None:
+def _ignore_progress(what: str, done: int, of: int) -> None:
     """Ignore progress."""
 
 
@@ -57,7 +57,7 @@ class AsyncLLM:
         model: str | None = None,
         *,
         disable_frontend_multiprocessing: bool = False,
-        progress: Progress = _unseen,
+        progress: Progress = _ignore_progress,
         **settings: Any,
     ) -> None:
         config, text = EngineArgs(model, **settings).read()
@@ -66,7 +66,7 @@ class AsyncLLM:
             transport = ThreadTransport(build_engine(config, progress))
             facts = transport.engine.facts
         else:
-            make = partial(hosted_engine, config, text)
+            make = partial(build_remote_engine, config, text)
             transport = ProcessTransport(make, STEP_SECONDS, progress)
             facts = transport.facts
         self._adopt(transport, facts, text)

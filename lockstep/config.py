@@ -1,5 +1,7 @@
-"""Configuration of the engine (EngineConfig) and what follows from it (StepLimits, Plan), all
-frozen."""
+"""Configuration of the engine: EngineConfig from the user; StepLimits and Plan derived from it.
+
+All three are frozen.
+"""
 
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -11,9 +13,9 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from lockstep import spec
 from lockstep.errors import ConfigError
 from lockstep.settings import (
+    LIST_TO_TUPLE,
+    PATH_TO_TEXT,
     SIZES,
-    TEXT_OF_PATH,
-    TUPLE_OF_LIST,
     Settings,
     check_names,
     setting,
@@ -27,11 +29,13 @@ DTYPES: tuple[str, ...] = get_args(Dtype)
 GRAPH_MODES: tuple[str, ...] = get_args(GraphMode)
 MAX_ROWS = 1024
 """Maximum rows of the row table: the largest row count that GPU steps are padded to."""
+MAX_RANKS = 64
+"""Maximum tensor-parallel ranks, over all nodes."""
 WINDOWS_PAST_END = 3
 """Windows of K + 1 tokens that a row may reach past max_model_len: one for each of two steps in
 flight while the host does not know that the row has ended, and one for the drafts after them."""
 
-_ONE = "Choose one of them."
+_CHOOSE_ONE = "Choose one of them."
 
 
 def _known_format(name: str) -> str:
@@ -49,18 +53,18 @@ def _format_names() -> str:
     return ", ".join(kv_cache_dtypes())
 
 
-def _text_of_number(value: Any) -> Any:
+def _number_to_text(value: Any) -> Any:
     return str(value) if type(value) is int else value
 
 
-ModelName = Annotated[str, Field(min_length=1), TEXT_OF_PATH]
+ModelName = Annotated[str, Field(min_length=1), PATH_TO_TEXT]
 KVCacheDtype = Annotated[str, AfterValidator(_known_format)]
 SkippedLayer = Annotated[
-    str, Field(pattern=r"^(first|last|0|[1-9]\d{0,3})$"), BeforeValidator(_text_of_number)
+    str, Field(pattern=r"^(first|last|0|[1-9]\d{0,3})$"), BeforeValidator(_number_to_text)
 ]
-SkipLayers = Annotated[tuple[SkippedLayer, ...], Field(max_length=1024), TUPLE_OF_LIST]
+SkipLayers = Annotated[tuple[SkippedLayer, ...], Field(max_length=1024), LIST_TO_TUPLE]
 Rows = Annotated[int, Field(ge=1, le=MAX_ROWS)]
-RowBuckets = Annotated[tuple[Rows, ...], Field(min_length=1, max_length=MAX_ROWS), TUPLE_OF_LIST]
+RowBuckets = Annotated[tuple[Rows, ...], Field(min_length=1, max_length=MAX_ROWS), LIST_TO_TUPLE]
 
 
 @dataclass(frozen=True)
@@ -74,17 +78,19 @@ class EngineConfig(Settings):
         remedy="Name one of them.",
     )
     dtype: Dtype = setting(
-        "auto", "auto, float32, bfloat16 or float16; auto is float32 on a CPU", remedy=_ONE
+        "auto", "auto, float32, bfloat16 or float16; auto is float32 on a CPU", remedy=_CHOOSE_ONE
     )
     quantization: str | None = setting(
         None,
         "quantize the weights while loading: fp8, int8 or int4",
         allowed="fp8, int8, int4, the format of a quantized checkpoint, or None",
-        remedy=_ONE,
+        remedy=_CHOOSE_ONE,
     )
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto, cpu or cuda", remedy=_ONE)
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto", "auto, cpu or cuda", remedy=_CHOOSE_ONE
+    )
     load_format: Literal["auto", "dummy"] = setting(
-        "auto", "auto, or dummy for random weights", remedy=_ONE
+        "auto", "auto, or dummy for random weights", remedy=_CHOOSE_ONE
     )
     hf_overrides: dict[str, Any] | None = setting(
         None,
@@ -109,7 +115,7 @@ class EngineConfig(Settings):
         "auto",
         "format of the KV cache; auto is the model's dtype, fp8 is fp8_e4m3",
         allowed=_format_names,
-        remedy=_ONE,
+        remedy=_CHOOSE_ONE,
     )
     kv_cache_dtype_skip_layers: SkipLayers = setting(
         (),
@@ -120,10 +126,10 @@ class EngineConfig(Settings):
     mamba_ssm_cache_dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
         "dtype of the recurrent state; auto is float32, bfloat16 halves its size",
-        remedy=_ONE,
+        remedy=_CHOOSE_ONE,
     )
     cuda_graph_mode: GraphMode = setting(
-        "full", "full, piecewise or none; a CPU has no graphs", remedy=_ONE
+        "full", "full, piecewise or none; a CPU has no graphs", remedy=_CHOOSE_ONE
     )
     gpu_memory_utilization: Annotated[float, Field(ge=0.05, le=0.98)] = setting(
         0.9, "fraction of the GPU's memory to use"
@@ -144,7 +150,7 @@ class EngineConfig(Settings):
         None, "prompt pages between two snapshots; default: chosen by the architecture"
     )
     enable_prefix_caching: bool = setting(
-        True, "reuse the KV cache of common prompt prefixes", remedy=_ONE
+        True, "reuse the KV cache of common prompt prefixes", remedy=_CHOOSE_ONE
     )
     kv_offloading_size: Annotated[float, Field(ge=0, le=1 << 20), size_in(1 << 30)] = setting(
         0.0,
@@ -153,19 +159,39 @@ class EngineConfig(Settings):
         is_size=True,
     )
     scheduling_policy: Literal["fcfs", "priority"] = setting(
-        "fcfs", "fcfs, or priority (lower values first)", remedy=_ONE
+        "fcfs", "fcfs, or priority (lower values first)", remedy=_CHOOSE_ONE
     )
     skip_tokenizer_init: bool = setting(
-        False, "load no tokenizer: prompts and outputs are token ids", remedy=_ONE
+        False, "load no tokenizer: prompts and outputs are token ids", remedy=_CHOOSE_ONE
     )
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = setting(0, "seed of dummy weights")
-    tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = setting(
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=MAX_RANKS)] = setting(
         1, "number of GPUs (on a CPU: processes) that hold the model together"
+    )
+    nnodes: Annotated[int, Field(ge=1, le=MAX_RANKS)] = setting(
+        1, "number of hosts that run the ranks; every one runs equally many"
+    )
+    node_rank: Annotated[int, Field(ge=0, le=MAX_RANKS - 1)] = setting(
+        0, "number of this host, from 0; the others run without an HTTP server"
+    )
+    master_addr: Annotated[str, Field(min_length=1, max_length=255)] = setting(
+        "127.0.0.1",
+        "address of the host with --node-rank 0",
+        allowed="a host name or an address",
+        remedy="Name the host that runs with --node-rank 0.",
+    )
+    master_port: Annotated[int, Field(ge=1, le=65_535)] = setting(
+        29501,
+        "port on which the host with --node-rank 0 expects the others",
+        remedy="Choose another, the same on all hosts.",
+    )
+    distributed_timeout_seconds: Annotated[int, Field(ge=1, le=86_400)] = setting(
+        600, "seconds that hosts wait for each other at the start, and ranks in an exchange"
     )
     audit: bool = setting(
         False,
         "compare the row tables of all tensor-parallel ranks every 16 steps",
-        remedy=_ONE,
+        remedy=_CHOOSE_ONE,
     )
     row_buckets: RowBuckets | None = setting(
         None,
@@ -187,6 +213,7 @@ class EngineConfig(Settings):
                 f"num_gpu_blocks={self.num_gpu_blocks} is not allowed with kv_cache_memory_bytes="
                 f"{self.kv_cache_memory_bytes}: both set the size of the cache. Remove one."
             )
+        self._check_nodes()
         speculative = self.speculative_config
         if speculative is None or speculative.synthetic_acceptance is None:
             return
@@ -198,11 +225,34 @@ class EngineConfig(Settings):
                 "load_format='dummy' (random weights). Remove it, or choose dummy."
             )
 
+    def _check_nodes(self) -> None:
+        """Raise ConfigError for a number of ranks or a node_rank that nnodes does not allow."""
+        nodes = self.nnodes
+        if self.node_rank >= nodes:
+            raise ConfigError(
+                f"node_rank={self.node_rank} is not allowed with nnodes={nodes}; allowed: 0 to "
+                f"{nodes - 1}. Correct one of them."
+            )
+        if self.tensor_parallel_size % nodes:
+            below = self.tensor_parallel_size // nodes * nodes
+            sizes = [str(size) for size in (below, below + nodes) if 0 < size <= MAX_RANKS]
+            raise ConfigError(
+                f"tensor_parallel_size={self.tensor_parallel_size} is not allowed with "
+                f"nnodes={nodes}; allowed: multiples of {nodes}, such as {' or '.join(sizes)}: "
+                "every node runs equally many ranks. Choose one of these sizes."
+            )
+
     @classmethod
     def read(cls, **settings: Any) -> "EngineConfig":
         """Build a config from keyword arguments. Raises ConfigError for an unknown name."""
         check_names(cls, settings, "setting", "Remove or rename it.")
         return cls(**settings)
+
+    @property
+    def node_ranks(self) -> range:
+        """Return the tensor-parallel ranks that this node runs."""
+        size = self.tensor_parallel_size // self.nnodes
+        return range(self.node_rank * size, (self.node_rank + 1) * size)
 
     @property
     def max_drafts(self) -> int:
@@ -215,10 +265,14 @@ class EngineConfig(Settings):
 class StepLimits:
     """Sizes of steps and the device they run on; known before memory is measured.
 
+    max_num_batched_tokens: maximum prompt tokens per step.
     query_len: K + 1, maximum tokens of a row in a decode step.
     page_size: tokens per page.
+    row_buckets: row counts that steps are padded to, ascending.
     draft_lengths: draft lengths of a step, ascending; one graph each per row bucket.
     graph_mode: as in EngineConfig; none on a CPU.
+    steps_in_flight: steps launched before the first result is read.
+    numerics: text of everything that bits depend on except weights and request.
     quantization: weight format, None for unquantized weights.
     """
 
@@ -255,15 +309,18 @@ class StepLimits:
 class Plan(StepLimits):
     """Complete, immutable plan of one engine: what its config implies for this model and machine.
 
-    page_bytes, slot_bytes: bytes over all layers, the draft module's included.
+    num_pages: KV cache pages, the null page included.
+    page_bytes, slot_bytes: bytes of one page and of one state slot, summed over all layers, the
+    draft module's included.
     num_slots: state slots, i.e. the null slot, one per row, and the snapshots; 0 without recurrent
     layers.
     memory: bytes of GPU memory by part, pages and state included.
     memory_notes: choices of the memory planner.
     snapshot_every: prompt pages between two snapshots.
     draft_vocab_size: tokens that a draft module may propose; 0 without one.
-    draft_head_bytes: bytes of its copy of the head's rows; 0 if it shares the whole head.
-    host_pages: pages that fit into host memory.
+    draft_head_bytes: bytes of the draft module's copy of the target's head rows; 0 if it shares
+    the whole head.
+    host_pages: size of the host tier in pages of page_bytes.
     """
 
     num_pages: int
@@ -279,7 +336,7 @@ class Plan(StepLimits):
 
     @property
     def fingerprint(self) -> str:
-        """Short hash of the numerics: the `system_fingerprint` of answers."""
+        """Return a short hash of the numerics: the `system_fingerprint` of answers."""
         return f"ls-{sha256(self.numerics.encode()).hexdigest()[:12]}"
 
     @property

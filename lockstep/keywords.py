@@ -71,9 +71,9 @@ def explain_foreign_keywords(foreign: Foreign) -> Callable[[type[Kind]], type[Ki
     return decorate
 
 
-_FORM = "write structured_outputs=StructuredOutputsParams(...)."
-_BEAMS = "beam search is not supported: drafts and batches would change its answer. Remove it."
-_UNSUPPORTED = "remove it."
+_STRUCTURED_OUTPUTS = "write structured_outputs=StructuredOutputsParams(...)."
+_NO_BEAMS = "beam search is not supported: drafts and batches would change its answer. Remove it."
+_REMOVE_IT = "remove it."
 _NO_ADAPTERS = "merge the adapter into the weights and load those, or remove it."
 _NO_MEDIA = "only text is supported; remove it."
 
@@ -84,10 +84,10 @@ SAMPLING: Foreign = {
         "code of a request does not run inside a step; use logit_bias, allowed_token_ids, "
         "bad_words or structured_outputs.",
     ),
-    "use_beam_search": ((False,), _BEAMS),
-    "num_beams": ((1,), _BEAMS),
-    "length_penalty": ((1, 1.0), _BEAMS),
-    "early_stopping": ((False,), _BEAMS),
+    "use_beam_search": ((False,), _NO_BEAMS),
+    "num_beams": ((1,), _NO_BEAMS),
+    "length_penalty": ((1, 1.0), _NO_BEAMS),
+    "early_stopping": ((False,), _NO_BEAMS),
     **dict.fromkeys(
         (
             "guided_decoding",
@@ -103,14 +103,14 @@ SAMPLING: Foreign = {
             "grammar",
             "structural_tag",
         ),
-        ((), _FORM),
+        ((), _STRUCTURED_OUTPUTS),
     ),
     "spaces_between_special_tokens": (
         (True,),
         "text is decoded as the tokenizer writes it; leave it out.",
     ),
     # A cached prefix gives the same bits as a computed one, so both values have the same answer.
-    "skip_reading_prefix_cache": ((True, False), _UNSUPPORTED),
+    "skip_reading_prefix_cache": ((True, False), _REMOVE_IT),
     "extra_args": (({},), "no code reads it; leave it out."),
     "flat_logprobs": ((False,), "log-probabilities are one dict a token; leave it out."),
     "logprob_token_ids": ((), "ask for logprobs, the likeliest tokens, or leave it out."),

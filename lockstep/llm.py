@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 from lockstep.config import EngineConfig
 from lockstep.engine.async_engine import AsyncEngine, Inbox, Update
 from lockstep.engine.engine import Engine
-from lockstep.engine.engine_process import MakeGrammar, give_way
+from lockstep.engine.engine_process import MakeGrammar, lower_priority
 from lockstep.engine.thread_transport import ThreadTransport
 from lockstep.engine_args import EngineArgs
 from lockstep.engine_builder import build_engine
@@ -33,7 +33,8 @@ from lockstep.worker.build import pick_device
 from lockstep.worker.executor import Facts
 
 GENERATE = ("prompts", "sampling_params", "priority", "on_progress", "use_tqdm")
-CHATS = (
+"""Parameters of generate(), for the error of an unknown keyword."""
+CHAT_PARAMETERS = (
     "messages",
     "sampling_params",
     "tools",
@@ -44,10 +45,14 @@ CHATS = (
     "continue_final_message",
     *GENERATE[2:],
 )
+"""Parameters of chat(), for the same error."""
 
 
 def processor_of(facts: Facts, text: TextSettings) -> Processor:
-    """Return the text side of an engine: tokenizer and chat template of its checkpoint."""
+    """Return the processor of an engine: tokenizer and chat template of its checkpoint.
+
+    The processor has no tokenizer where skip_tokenizer_init is set.
+    """
     plan = facts.plan
     tokenizer = None if facts.config.skip_tokenizer_init else Tokenizer(plan.model_path)
     return Processor.for_model(
@@ -55,15 +60,15 @@ def processor_of(facts: Facts, text: TextSettings) -> Processor:
     )
 
 
-def hosted_engine(
+def build_remote_engine(
     config: EngineConfig, text: TextSettings, progress: Progress
 ) -> tuple[Engine, MakeGrammar]:
-    """Build an engine and its grammar factory in a process of their own.
+    """Build an engine and its grammar factory; called in the engine's own process.
 
-    The engine's threads give way to the client's. Data that the first grammar needs is built here,
-    so that no step competes with it for the interpreter.
+    On a CPU the engine's threads get a lower priority than the client's. Data that the first
+    grammar needs is built here, so that no step competes with that work for the interpreter.
     """
-    give_way(pick_device(config))
+    lower_priority(pick_device(config))
     engine = build_engine(config, progress)
     processor = processor_of(engine.facts, text)
     if processor.grammars is not None:
@@ -71,7 +76,7 @@ def hosted_engine(
     return engine, processor.grammar_of
 
 
-def _unseen(what: str, done: int, of: int) -> None:
+def _ignore_progress(what: str, done: int, of: int) -> None:
     """Ignore progress."""
 
 
@@ -83,8 +88,8 @@ class LLM:
 
     Settings are EngineConfig's and TextSettings', and the flags of `vllm serve` by their names:
     those without effect here give warnings, others errors with a remedy. Without
-    speculative_config, a draft module that the checkpoint has drafts ("auto"). `progress(what,
-    done, of)` is called while loading, in bytes, and while warming up, in shapes.
+    speculative_config, the checkpoint's draft module drafts, if it has one ("auto").
+    `progress(what, done, of)` is called while loading, in bytes, and while warming up, in shapes.
 
     Any thread may call generate() and chat(): a thread of the LLM runs the engine, which batches
     the requests of all callers. close(), or the end of a `with` block, ends it.
@@ -94,14 +99,14 @@ class LLM:
         self,
         model: str | None = None,
         *,
-        progress: Progress = _unseen,
+        progress: Progress = _ignore_progress,
         **settings: Any,
     ) -> None:
         config, text = EngineArgs(model, **settings).read()
         self._adopt(build_engine(config, progress), text)
 
     @classmethod
-    def over(cls, engine: Engine) -> "LLM":
+    def from_engine(cls, engine: Engine) -> "LLM":
         """Return an LLM around a built engine."""
         llm = cls.__new__(cls)
         llm._adopt(engine, TextSettings())
@@ -168,9 +173,9 @@ class LLM:
         ComputeError where a step failed, EngineDeadError where the engine has ended.
         """
         check_keywords(others, GENERATE, CALL)
-        many = _as_list(prompts)
-        params = self._params(sampling_params, len(many), self.get_default_sampling_params)
-        return self._answer(many, params, priority, on_progress, use_tqdm)
+        prompt_list = _as_list(prompts)
+        params = self._params(sampling_params, len(prompt_list), self.get_default_sampling_params)
+        return self._answer(prompt_list, params, priority, on_progress, use_tqdm)
 
     def _answer(
         self,
@@ -179,32 +184,37 @@ class LLM:
         priority: int | Sequence[int] | None = 0,
         on_progress: Callable[[RequestOutput], None] | None = None,
         use_tqdm: bool = True,
-        shown: Collection[int] = (),
+        shown_ids: Collection[int] = (),
         readers: Sequence[ReplyReader | None] = (),
     ) -> list[RequestOutput]:
-        """Answer prompts with one set of parameters each. shown: special tokens that become
-        text.
+        """Answer prompts with one set of parameters each.
+
+        shown_ids: special tokens that become text. readers: one per prompt, which parse the
+        finished answers; empty for plain text.
         """
         _check_switch("use_tqdm", use_tqdm)
         count = len(prompts)
-        ranks = _per_prompt("priority", priority or 0, count, int, "a whole number")
+        priorities = _per_prompt("priority", priority or 0, count, int, "a whole number")
         groups = [
-            RequestGroup(self.processor, uuid.uuid4().hex, prompt, p, rank, shown, reader)
-            for prompt, p, rank, reader in zip(
-                prompts, params, ranks, readers or (None,) * count, strict=True
+            RequestGroup(self.processor, uuid.uuid4().hex, prompt, p, value, shown_ids, reader)
+            for prompt, p, value, reader in zip(
+                prompts, params, priorities, readers or (None,) * count, strict=True
             )
         ]
         engine = self.engine
         for group in groups:
             for request in group.requests:
                 engine.check(request)
-        with progress_bar() if use_tqdm else nullcontext(_unseen) as show:
-            _Call(self._started(), groups, on_progress, partial(show, "answers")).run()
+        with progress_bar() if use_tqdm else nullcontext(_ignore_progress) as show:
+            _Call(self._running_client(), groups, on_progress, partial(show, "answers")).run()
         return [group.output for group in groups]
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all cached prefixes; later calls find none. Calls of other threads go on -> True."""
-        self._started().reset_prefix_cache()
+        """Drop all cached prefixes and return True, as vLLM does.
+
+        Later calls find no cached prefix; running calls of other threads continue.
+        """
+        self._running_client().reset_prefix_cache()
         return True
 
     def chat(
@@ -230,9 +240,9 @@ class LLM:
         everything that the model wrote, including tags that are special tokens. Without
         sampling_params an answer may fill the context, as over HTTP. Raises what generate() does.
         """
-        check_keywords(others, CHATS, CHAT)
-        many = isinstance(messages, list) and messages and isinstance(messages[0], list)
-        conversations: list[Any] = list(messages) if many else [messages]
+        check_keywords(others, CHAT_PARAMETERS, CHAT)
+        prompt_list = isinstance(messages, list) and messages and isinstance(messages[0], list)
+        conversations: list[Any] = list(messages) if prompt_list else [messages]
         variables = self._variables(
             chat_template_kwargs, add_generation_prompt, continue_final_message
         )
@@ -254,8 +264,8 @@ class LLM:
             ReplyReader(processor, prompt, tools, one, parallel_tool_calls)
             for prompt, one in zip(rendered, params, strict=True)
         ]
-        shown = processor.marker_ids(tools)
-        return self._answer(rendered, params, priority, on_progress, use_tqdm, shown, readers)
+        shown_ids = processor.marker_ids(tools)
+        return self._answer(rendered, params, priority, on_progress, use_tqdm, shown_ids, readers)
 
     def beam_search(self, *_: Any, **__: Any) -> NoReturn:
         """Raise RequestError: a beam's answer would depend on other answers."""
@@ -265,7 +275,7 @@ class LLM:
             "cumulative_logprob."
         )
 
-    if not TYPE_CHECKING:  # a type checker shall still find misspelt names
+    if not TYPE_CHECKING:  # hidden from type checkers, so that they still report misspelt names
 
         def __getattr__(self, name: str) -> NoReturn:
             """Raise AttributeError, with a remedy for vLLM's methods that do not exist here."""
@@ -297,15 +307,15 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _started(self) -> AsyncEngine:
+    def _running_client(self) -> AsyncEngine:
         """Return the client of the engine's thread, which the first call starts."""
         with self._starting:
             if self._client is None:
                 client = AsyncEngine(ThreadTransport(self.engine), remedy="Make a new LLM.")
                 client.start()
                 self._client = client
-                # The thread refers to the engine, not to this object: where this object goes
-                # without close(), the thread ends and the engine's memory is free again.
+                # The thread refers to the engine, not to this object. If this object is collected
+                # without close(), the thread ends and the engine's memory is freed.
                 self._stop = weakref.finalize(self, client.shutdown)
             return self._client
 
@@ -376,21 +386,21 @@ class _Call:
         finally:
             for request_id in self._open:
                 self._client.abort(request_id)
-            # Who calls the engine's own methods next must find it at rest.
+            # The caller may use the engine's own methods next: they need an idle engine.
             transport = self._client.transport
             assert isinstance(transport, ThreadTransport)
-            transport.settle()
+            transport.wait_until_idle()
 
     def _take(self, group: RequestGroup, index: int, update: Update) -> None:
-        """Take an update of one completion. Raises what ended the request."""
+        """Apply an update of one completion. Raises the error that ended the request."""
         request_id = group.requests[index].id
-        if request_id not in self._open:  # it was delivered before the abort took effect
+        if request_id not in self._open:  # an update from before the abort took effect
             return
         group.push(index, update)
         if group.output.outputs[index].finished():
             del self._open[request_id]
             if not isinstance(update, Exception) and update.finish_reason is None:
-                self._client.abort(request_id)  # a stop string ended it, unseen by the engine
+                self._client.abort(request_id)  # a stop string ended it: the engine knows none
         if self._on_progress is not None:
             self._on_progress(group.output)
         if group.output.finished:

@@ -20,8 +20,8 @@ from lockstep.errors import ConfigError, choice_error
 
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 """Strict types: "4", 4.0 and true are not integers."""
-TUPLE_OF_LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-TEXT_OF_PATH = BeforeValidator(lambda path: str(path) if isinstance(path, PathLike) else path)
+LIST_TO_TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+PATH_TO_TEXT = BeforeValidator(lambda path: str(path) if isinstance(path, PathLike) else path)
 MAX_CHARACTERS = 1 << 20
 """Maximum characters of a file that a setting names."""
 

@@ -23,17 +23,17 @@ def flush_after(device: str) -> int:
     return 5 if device.startswith("cuda") else 1
 
 
-NEVER = 2**31 - 1
-"""Value of `flush` for a step that writes no state, since its tokens may be rejected."""
+NEVER_FLUSH = 2**31 - 1
+"""Value of StepContext.flush for a step that writes no state, since its tokens may be rejected."""
 
 
 @dataclass(frozen=True)
 class StepShape:
     """Static shape of a step: the key of a captured program.
 
-    rows: S, null rows included. tokens: T over all rows. query_len: maximum tokens of a row; a step
-    that is no prompt step is uniform: tokens == rows * query_len. next_drafts: drafts per row that
-    the step proposes for the next one.
+    rows: S, null rows included. tokens: T over all rows. query_len: maximum tokens of a row.
+    prompt: a ragged step of prompt chunks; other steps are uniform: tokens == rows * query_len.
+    next_drafts: drafts per row that the step proposes for the next one.
     """
 
     rows: int
@@ -64,8 +64,8 @@ class StepContext:
     Recurrent state: state_slots [S] (int64) slot of a row's state; state_src [S] (int64) slot from
     which a prompt chunk reads its initial state (a snapshot, or the row's state); snapshot_slots
     [S] slot to which a prompt chunk writes the state of its last grid point (0: none); folded [S]
-    number of the row's first tokens that its state already contains; flush: a generated step writes
-    a state that lacks this many tokens or more.
+    number of the row's first tokens that its state already contains; flush: a decode step writes
+    the state of a row that lacks this many tokens or more.
 
     drafts [S, Q - 1]: draft tokens among token_ids, -1 for none (uniform steps). logit_rows: index
     into T of the N tokens whose logits are computed: a slice of all, or [S] (int64), each row's
@@ -118,12 +118,12 @@ class StepContext:
 
 @dataclass
 class Verdict:
-    """Decision of the target.
+    """Decision of the target model about one step.
 
-    tokens [S, Q] (int64): the token that it emits after each position, -1 for none
-    (kernels.sampling). accepted [S] (int32): number of leading drafts that equal it; a row emits
-    tokens[s, : accepted[s] + 1]. results [S, Q + 2] (int64): tokens, accepted and drafted in one
-    tensor for the host.
+    tokens [S, Q] (int64): the token that the target emits after each position, -1 for none (see
+    kernels.sampling). accepted [S] (int32): number of leading drafts that equal these tokens; a row
+    emits tokens[s, : accepted[s] + 1]. results [S, Q + 2] (int64): tokens, accepted and the number
+    of drafts that the row had, in one tensor for a single copy to the host.
     """
 
     tokens: Tensor

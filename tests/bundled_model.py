@@ -34,7 +34,7 @@ def make_engine(drafter: str | None, hooks: CheckHooks = NO_HOOKS, **settings: A
     spec |= {name: settings.pop(name) for name in list(settings) if name in keys}
     settings = {"max_model_len": 512, "max_num_seqs": 4, **settings}
     config = EngineConfig.read(speculative_config=spec if drafter else None, **settings)
-    return LLM.over(build_engine(config, hooks=hooks))
+    return LLM.from_engine(build_engine(config, hooks=hooks))
 
 
 def assert_idle(llm: LLM) -> None:

@@ -10,13 +10,23 @@ import torch
 
 from lockstep import LLM
 from tests.bundled_model import assert_idle, make_engine
+from tests.pairwise import mark_uncovered
 
 SEARCH = (10_000, 10, 1_000)
 """gc's thresholds. Python's defaults take a tenth of the tests' time, since imported objects stay
 and are half of all."""
 gc.disable()  # while tests are collected: it would look at all of them again and again
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As a shell starts what it runs in the background; processes that tests start would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any test imports Triton, which reads it then
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what coverings leave out, before `-m` selects by marks."""
+    mark_uncovered(items)
 
 
 def pytest_collection_finish() -> None:

@@ -211,6 +211,17 @@ def test_explain_for_an_absent_gpu(model: str) -> None:
     assert shown.stdout.splitlines()[-1].startswith("Add --gpu-memory-bytes")
 
 
+def test_explain_shows_the_ranks_of_an_absent_host(model: str) -> None:
+    request = ("explain", "--arch", "sm_90", "--model", model, "-tp", "2")
+    result = json.loads(run(*request, "--json").stdout)["ranks"]
+    assert len(result["bytes"]) == 2
+    shown = run(*request).stdout
+    for title in ("Ranks", "Exchanges", "Floor of a rank's step"):
+        assert f"\n{title}" in shown
+    assert "backend: nccl" in shown and f"{result['steps'][0]['exchanges']} │" in shown
+    assert "\nRanks" not in run(*request[:-2]).stdout
+
+
 def test_explain_counts_a_reduced_draft_head(model: str) -> None:
     """For an absent GPU its rows of the target's head are only counted."""
     drafts = {"method": "mtp", "num_speculative_tokens": 2}

@@ -43,6 +43,11 @@ BAD: list[tuple[str, Any, str]] = [
     ("scheduling_policy", "random", "fcfs, priority"),
     ("tensor_parallel_size", 0, "from 1 to 64"),
     ("tensor_parallel_size", True, "from 1 to 64"),
+    ("nnodes", 0, "from 1 to 64"),
+    ("node_rank", -1, "from 0 to 63"),
+    ("master_addr", "", "a host name or an address"),
+    ("master_port", 0, "from 1 to 65535"),
+    ("distributed_timeout_seconds", 0, "from 1 to 86400"),
     ("max_model_len", 1, "from 2 to 16777216"),
     ("max_model_len", "4096", "whole numbers from 2"),
     ("max_num_seqs", 0, "from 1 to 1024"),
@@ -149,6 +154,27 @@ def test_unknown_setting_error_names_known_ones() -> None:
     )
     with pytest.raises(ConfigError, match='no "method"; name a drafter'):
         EngineConfig.read(speculative_config={"num_speculative_tokens": 3})
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"nnodes": 2, "tensor_parallel_size": 3}, "multiples of 2, such as 2 or 4"),
+        ({"nnodes": 4}, "multiples of 4, such as 4"),
+        ({"nnodes": 3, "tensor_parallel_size": 64}, "multiples of 3, such as 63:"),
+        ({"node_rank": 1}, "nnodes=1; allowed: 0 to 0"),
+        ({"nnodes": 2, "tensor_parallel_size": 2, "node_rank": 2}, "nnodes=2; allowed: 0 to 1"),
+    ],
+)
+def test_sizes_that_nodes_cannot_share_are_refused(settings: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        EngineConfig.read(**settings)
+
+
+def test_nodes_have_equally_many_ranks() -> None:
+    settings: dict[str, Any] = {"tensor_parallel_size": 6, "nnodes": 3}
+    ranks = [EngineConfig.read(node_rank=node, **settings).node_ranks for node in range(3)]
+    assert ranks == [range(2), range(2, 4), range(4, 6)]
 
 
 def test_every_field_has_an_invalid_value_and_help() -> None:

@@ -44,7 +44,7 @@ class ThreadGroup:
 class ThreadRanks:
     """The other ranks of a model, as threads."""
 
-    def __init__(self, config: EngineConfig, hooks: CheckHooks) -> None:
+    def __init__(self, config: EngineConfig, hooks: CheckHooks, progress: Any) -> None:
         size = config.tensor_parallel_size
         self.barrier = threading.Barrier(size)
         parts: list[Any] = [None] * size
@@ -94,7 +94,9 @@ class ThreadRanks:
     def abandon(self, why: str) -> None:
         self.barrier.abort()
 
-    def close(self) -> None:
+    def call_on_failure(self, function: Any) -> None: ...
+
+    def close(self, why: str = "") -> None:
         self.barrier.abort()
         self.send(Stop())
 

@@ -1,6 +1,7 @@
 """Dimensions of real models, and the environment in which their ops are measured."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,6 @@ def bench_env(
             # Outputs have unit variance, so no 16-bit or 8-bit format overflows.
             weight.normal_(0.0, k**-0.5)
         probe(build, nn.ModuleList(layers), [tokens])
-        return build.choices[-1].backend, [*layers]
+        return build.choices[-1].backend, [partial(layer, ctx=None) for layer in layers]
 
     return BenchEnv(device, dtype, max_rows, linears, format)

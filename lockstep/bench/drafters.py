@@ -144,7 +144,7 @@ def _measured(
     engine = build_engine(
         EngineConfig.read(**engine_settings), hooks=CheckHooks(draft_policy=make_policy)
     )
-    llm = LLM.over(engine)
+    llm = LLM.from_engine(engine)
     prompts = short_prompts(llm)
     half = (len(prompts) + 1) // 2
     measured_prompts = [{"prompt_token_ids": prompts[i % half]} for i in range(rows)]

@@ -1,9 +1,9 @@
 """Cache in four verbs, in tokens: admit, reserve, commit, release.
 
-Device work is ordered, so the next schedule may share what a launched schedule writes. Inside one
-schedule nothing that it reads or writes may change owners: snapshots and host pages stay pinned
-until settle(), which returns the copies to the host, before the schedule's steps write, and the
-copies back, before its prompt step reads.
+The device runs schedules in order, so a schedule may share pages that an earlier, launched one
+still writes. Within one schedule no page or slot that it reads or writes may change owners:
+snapshots and host pages stay pinned until end_schedule(). That call returns the schedule's copies:
+those to the host run before its steps write, those to the device before its prompt step reads.
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,12 @@ class CacheConfig:
     """Sizes of a cache.
 
     num_pages, num_state_slots: the null page and the null slot included; num_state_slots 0: no
-    recurrent state. snapshot_every: pages of a prompt between two snapshots of its state; the last
-    whole page has one too, and so has the last page that was cached without one. host_pages: size
-    of the host tier; 0 drops evicted pages. slot_host_pages: host pages per snapshot.
+    recurrent state. page_size: tokens per page. snapshot_every: pages of a prompt between two
+    snapshots of its state; a prompt's last whole page gets a snapshot too, and so does the last of
+    the cached pages that lack one. host_pages: size of the host tier; 0 drops evicted pages.
+    slot_host_pages: host pages per snapshot.
+
+    Raises ConfigError for too few pages or slots.
     """
 
     num_pages: int
@@ -48,8 +51,10 @@ class CacheConfig:
 
 
 class Cache:
-    """Owner records of pages and slots. Of `query_tokens` prompt tokens, `hit_tokens` were
-    cached.
+    """Bookkeeping of pages and slots: their owners, their cached content and their pins.
+
+    query_tokens: prompt tokens of admitted sequences that may reuse prefixes. hit_tokens: those of
+    them that were cached.
     """
 
     def __init__(self, config: CacheConfig) -> None:
@@ -67,12 +72,14 @@ class Cache:
 
     @property
     def host_hit_tokens(self) -> int:
-        """Return those hit_tokens whose pages came back from host memory."""
+        """Return the number of hit_tokens whose pages came back from host memory."""
         return self.paged.pool.host.num_back * self.config.page_size
 
     @property
     def host_query_tokens(self) -> int:
-        """Return those query_tokens that were looked up in host memory: no page here had them."""
+        """Return the number of query_tokens that no device page had, so that the host tier was
+        searched.
+        """
         looked_up = self.query_tokens - self.hit_tokens + self.host_hit_tokens
         return looked_up if self.host.size else 0
 
@@ -111,9 +118,9 @@ class Cache:
         return cached
 
     def _hit(self, seq: CacheSeq) -> int:
-        """Return the joint prefix hit in pages.
+        """Return the pages of the longest prefix that both groups can resume; sets seq.branch.
 
-        Getting a slot for the row has priority over keeping the snapshot that it would resume.
+        Returns 0 if keeping the snapshot would leave no slot for the row itself.
         """
         if not (self.config.enable_prefix_caching and seq.reuse):
             return 0
@@ -123,12 +130,15 @@ class Cache:
             return hit
         resumed = self.state.hit(seq, hit)
         seq.branch = hit * self.config.page_size if resumed < hit else 0
-        # Sharing the snapshot must leave a slot for the row itself.
-        taken = self.state.pool.cost(self.state.keys(seq, resumed))
-        return resumed if taken < self.state.pool.available else 0
+        # Pinning the snapshot must leave a slot for the row itself.
+        num_slots = self.state.pool.cost(self.state.keys(seq, resumed))
+        return resumed if num_slots < self.state.pool.available else 0
 
     def readmit(self, seq: CacheSeq, tokens: int, spare: int = 0) -> bool:
-        """Give fresh pages and a fresh slot to a sequence that comes back from host memory."""
+        """Give fresh pages and a fresh slot to a sequence that comes back from host memory.
+
+        Returns False, and changes nothing, if memory does not suffice with `spare` pages left over.
+        """
         if self.pages_for(tokens) + spare > self.paged.pool.available:
             return False
         if self.state:
@@ -179,15 +189,15 @@ class Cache:
         if self.config.enable_prefix_caching:
             self.paged.commit(seq, min(tokens, len(seq.prompt)) if self.state else tokens)
 
-    def settle(self) -> tuple[Moves, Moves]:
-        """End a schedule and unpin everything -> copies to the host and back, by pool name."""
-        self.host.settle()
+    def end_schedule(self) -> tuple[Moves, Moves]:
+        """End a schedule and unpin everything; return its copies to the host and to the device."""
+        self.host.end_schedule()
         if self.state:
-            self.state.settle()
+            self.state.end_schedule()
         out: Moves = {}
         back: Moves = {}
         for group in self.groups:
-            group.pool.host.settle(out, back)
+            group.pool.host.end_schedule(out, back)
         return out, back
 
     def release(self, seq: CacheSeq) -> None:
@@ -197,12 +207,12 @@ class Cache:
             self.state.release(seq)
         self.seqs.discard(seq)
 
-    def forget(self) -> None:
+    def drop_cached(self) -> None:
         """Drop all cached content; what sequences own stays theirs."""
-        self.settle()
-        self.host.forget()
+        self.end_schedule()
+        self.host.drop_cached()
         for group in self.groups:
-            group.pool.forget()
+            group.pool.drop_cached()
 
     def check(self) -> None:
         """Assert the invariants: every id has one state, references equal owners, pins are

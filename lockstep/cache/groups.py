@@ -21,14 +21,16 @@ def salt_of(text: str) -> bytes:
 
 @dataclass(eq=False)
 class CacheSeq:
-    """Cache record of one request. `output` is the request's own, growing list.
+    """Cache record of one request.
 
-    salt: pages are shared among requests of the same salt only; an adapter belongs here. digests:
-    token position -> digest of the content behind the placeholder token there, such as an image.
-    pages: page j has tokens [j * page_size, (j + 1) * page_size); the first `published` are
-    cached. slot: state slot, 0 for none. source: slot of the snapshot that the sequence resumed
-    from, 0 for none. branch: length of a cached prefix without a snapshot of its state, else 0;
-    other prompts continue differently there.
+    output: the request's own list of answer tokens, which grows. salt: pages are shared among
+    requests of the same salt only; it covers an adapter too. reuse: whether the request may resume
+    cached prefixes. digests: token position -> digest of the content that a placeholder token there
+    stands for, such as an image. pages: page j has tokens [j * page_size, (j + 1) * page_size); the
+    first `published` are cached. slot: state slot, 0 for none. source: slot of the snapshot that
+    the sequence resumed from, 0 for none. branch: tokens of a cached prefix whose state has no
+    snapshot, else 0; another prompt shares the prefix and continues differently after it. keys:
+    keys of the first pages, computed on demand.
     """
 
     prompt: Sequence[int]
@@ -81,7 +83,7 @@ class PagedGroup:
         return [seq.key(page, self.page_size) for page in range(pages)]
 
     def hit(self, seq: CacheSeq, limit: int) -> int:
-        """Return the number of leading pages, at limit `limit`, that are cached."""
+        """Return the number of leading pages that are cached, at most `limit`."""
         count = 0
         while count < limit and self.pool.holds(seq.key(count, self.page_size)):
             count += 1
@@ -89,7 +91,7 @@ class PagedGroup:
 
     def resume(self, seq: CacheSeq, pages: int) -> None:
         """Share the first `pages` cached pages, which are pinned."""
-        seq.pages = self.pool.bring(self.keys(seq, pages))
+        seq.pages = self.pool.fetch_all(self.keys(seq, pages))
         seq.published = pages
 
     def reserve(self, seq: CacheSeq, tokens: int) -> bool:
@@ -131,14 +133,14 @@ class StateGroup:
         return [seq.key(pages - 1, self.page_size)] if pages else []
 
     def hit(self, seq: CacheSeq, limit: int) -> int:
-        """Return the maximum number of pages, at limit `limit`, after which there is a snapshot."""
+        """Return the maximum number of pages, up to `limit`, after which there is a snapshot."""
         return next(
             (n for n in range(limit, 0, -1) if self.pool.holds(seq.key(n - 1, self.page_size))), 0
         )
 
     def resume(self, seq: CacheSeq, pages: int) -> None:
-        """Take a slot for the row and pin the snapshot after `pages` pages until settle()."""
-        sources = self.pool.bring(self.keys(seq, pages))
+        """Take a slot for the row and pin the snapshot after `pages` pages until end_schedule()."""
+        sources = self.pool.fetch_all(self.keys(seq, pages))
         self.pins.extend(sources)
         seq.source = sources[0] if sources else 0
         seq.slot = self.pool.take()
@@ -154,14 +156,14 @@ class StateGroup:
             self.pins.append(slot)
         return slot
 
-    def settle(self) -> None:
-        """Lets go of the snapshots that this schedule reads or writes."""
+    def end_schedule(self) -> None:
+        """Unpin the snapshots that this schedule reads or writes."""
         for slot in self.pins:
             self.pool.drop(slot)
         self.pins = []
 
     def release(self, seq: CacheSeq) -> None:
-        """Drops the row's slot."""
+        """Drop the row's slot."""
         if seq.slot:
             self.pool.drop(seq.slot)
         seq.slot = 0

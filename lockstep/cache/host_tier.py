@@ -14,7 +14,7 @@ Name = tuple[str, Key]
 
 @dataclass(frozen=True)
 class Move:
-    """Copy between a page or slot of the device and the host pages of its bytes, in order."""
+    """Copy between a unit (page or slot) of the device and the host pages of its bytes."""
 
     unit: int
     host_pages: tuple[int, ...]
@@ -52,7 +52,7 @@ class HostPool:
         return exists
 
     def pin(self, name: Name) -> None:
-        """Keep an entry until settle()."""
+        """Keep an entry until the schedule ends."""
         self.touch(name)
         if name not in self.pinned:
             self.pinned.add(name)
@@ -74,14 +74,14 @@ class HostPool:
         self.entries[name] = host_pages
         return host_pages
 
-    def settle(self) -> None:
+    def end_schedule(self) -> None:
         """Unpin all entries."""
         self.pinned.clear()
         self.num_pinned = 0
 
-    def forget(self) -> None:
+    def drop_cached(self) -> None:
         """Drop all entries."""
-        self.settle()
+        self.end_schedule()
         self.entries.clear()
         self.free = list(range(self.size))
 
@@ -125,12 +125,12 @@ class HostStore:
         """Pin the content of a key until the schedule ends."""
         self.pool.pin((self.name, key))
 
-    def bring(self, unit: int, key: Key) -> None:
+    def fetch(self, unit: int, key: Key) -> None:
         """Copy the pinned content of a key into a unit; the host keeps it too."""
         self.fetches.append(Move(unit, self.pool.entries[self.name, key]))
         self.num_back += 1
 
-    def settle(self, out: Moves, back: Moves) -> None:
+    def end_schedule(self, out: Moves, back: Moves) -> None:
         """End a schedule: put its copies, if there are any, into `out` and `back`."""
         evicted = [name for name in self.pool.evictions if name[0] == self.name]
         if evicted:

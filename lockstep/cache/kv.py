@@ -19,7 +19,7 @@ def kv_spec(kv_heads: int, dim: int, dtype: torch.dtype, format: KVFormat | None
     parts = [
         part
         for side in SIDES
-        for part in _parts(side, (kv_heads,), dim, dtype, _codec(format, side))
+        for part in _parts(side, (kv_heads,), dim, dtype, _quantizer(format, side))
     ]
     return Spec(StorageKind.PAGED, tuple(parts))
 
@@ -39,7 +39,7 @@ def kv_caches(
     storage: dict[str, Tensor], dim: int, format: KVFormat | None
 ) -> tuple[KVCache, KVCache]:
     """Return keys and values over the tensors that kv_spec allocated."""
-    k, v = (_cache(storage, side, dim, _codec(format, side)) for side in SIDES)
+    k, v = (_cache(storage, side, dim, _quantizer(format, side)) for side in SIDES)
     return k, v
 
 
@@ -55,7 +55,7 @@ def kv_tensors(cache: KVCache) -> list[Tensor]:
     return [cache] if isinstance(cache, Tensor) else cache.tensors()
 
 
-def _codec(format: KVFormat | None, side: str) -> KVQuantizer | None:
+def _quantizer(format: KVFormat | None, side: str) -> KVQuantizer | None:
     return None if format is None else getattr(format, side)
 
 
@@ -86,4 +86,4 @@ def _cache(
 
 def _scales_name(side: str) -> str:
     """Return the name of the part with a quantizer's scales and zero points."""
-    return f"{side}_numbers"
+    return f"{side}_scales"

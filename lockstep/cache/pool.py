@@ -1,6 +1,7 @@
-"""Pool of page or slot ids: each is free, idle (cached without owner) or referenced.
+"""Pool of units, which are ids of pages or slots: each is free, idle or referenced.
 
-Ids run from 1; 0 is the null page or slot and is never handed out.
+An idle unit is cached and has no owner. Ids start at 1; 0 is the null page or slot, which is never
+handed out.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -10,8 +11,10 @@ from lockstep.cache.host_tier import HostPool, HostStore, Key
 
 
 class Pool:
-    """`size` ids, the null one included. Idle ids are evicted least recently used first, to the
-    host tier if there is one.
+    """Pool of `size` units, the null one included.
+
+    Idle units are evicted least recently used first, to the host tier if there is one. refs: unit
+    -> number of its owners. by_key, key_of: maps between keys and cached units.
     """
 
     def __init__(self, size: int, host: HostStore | None = None) -> None:
@@ -41,38 +44,38 @@ class Pool:
     def take(self) -> int:
         """Return an id for one exclusive owner, evicting if necessary; 0 if all are referenced."""
         if self.free:
-            taken = self.free.popleft()
+            unit = self.free.popleft()
         elif self.idle:
-            taken, _ = self.idle.popitem(last=False)  # least recently used
-            key = self.key_of.pop(taken)
+            unit, _ = self.idle.popitem(last=False)  # least recently used
+            key = self.key_of.pop(unit)
             del self.by_key[key]
-            self.host.keep(taken, key)
+            self.host.keep(unit, key)
         else:
             return 0
-        self.refs[taken] = 1
-        return taken
+        self.refs[unit] = 1
+        return unit
 
-    def share(self, taken: int) -> None:
+    def share(self, unit: int) -> None:
         """Add a read-only owner to a cached id."""
-        self.idle.pop(taken, None)
-        self.refs[taken] = self.refs.get(taken, 0) + 1
+        self.idle.pop(unit, None)
+        self.refs[unit] = self.refs.get(unit, 0) + 1
 
-    def drop(self, taken: int) -> None:
+    def drop(self, unit: int) -> None:
         """Remove an owner. Without owners an id is idle if it is cached, else free."""
-        self.refs[taken] -= 1
-        if self.refs[taken]:
+        self.refs[unit] -= 1
+        if self.refs[unit]:
             return
-        del self.refs[taken]
-        if taken in self.key_of:
-            self.idle[taken] = None
+        del self.refs[unit]
+        if unit in self.key_of:
+            self.idle[unit] = None
         else:
-            self.free.append(taken)
+            self.free.append(unit)
 
-    def publish(self, taken: int, key: Key) -> None:
+    def publish(self, unit: int, key: Key) -> None:
         """Cache the final content of a referenced id under a key. The first id of a key stays."""
-        if key not in self.by_key and taken not in self.key_of:
-            self.by_key[key] = taken
-            self.key_of[taken] = key
+        if key not in self.by_key and unit not in self.key_of:
+            self.by_key[key] = unit
+            self.key_of[unit] = key
 
     def find(self, key: Key) -> int:
         """Return the id cached under a key, or 0."""
@@ -87,10 +90,10 @@ class Pool:
         return sum(self.find(key) not in self.refs for key in keys)
 
     def pin(self, keys: Sequence[Key]) -> None:
-        """Pin the content of these keys, before anything is taken.
+        """Pin the content of these keys; called before any unit is taken.
 
-        Here by one more owner, in host memory until the schedule ends. The first key counts as used
-        last.
+        A cached unit gets one more owner; content in host memory stays there until the schedule
+        ends. The first key counts as most recently used.
         """
         # In reverse, so that a prefix is evicted after the pages that continue it.
         for key in reversed(keys):
@@ -99,17 +102,17 @@ class Pool:
             else:
                 self.host.pin(key)
 
-    def bring(self, keys: Sequence[Key]) -> list[int]:
-        """Return the ids of pinned content; content in host memory is fetched into fresh ids."""
+    def fetch_all(self, keys: Sequence[Key]) -> list[int]:
+        """Return the units of pinned content; content in host memory is copied to fresh units."""
         return [self.find(key) or self._fetch(key) for key in keys]
 
     def _fetch(self, key: Key) -> int:
-        taken = self.take()
-        self.host.bring(taken, key)
-        self.publish(taken, key)
-        return taken
+        unit = self.take()
+        self.host.fetch(unit, key)
+        self.publish(unit, key)
+        return unit
 
-    def forget(self) -> None:
+    def drop_cached(self) -> None:
         """Drop all cached content: idle ids become free, referenced ones keep their owners."""
         self.free.extend(self.idle)
         for table in (self.idle, self.by_key, self.key_of):

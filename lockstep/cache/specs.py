@@ -21,14 +21,14 @@ class StorageKind(Enum):
 class Part:
     """Tensor of a layer.
 
-    shape: per token for PAGED, per slot for STATE. ring: a circular history buffer with one line
-    per token; a step touches only the lines of its own tokens.
+    shape: per token for PAGED, per slot for STATE. is_history: a circular history buffer with one
+    line per token; a step touches only the lines of its own tokens.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    ring: bool = False
+    is_history: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -37,7 +37,7 @@ class Part:
 
     def touched(self, query_len: int) -> int:
         """Return the bytes of one slot that a step of `query_len` tokens reads and writes."""
-        if not self.ring:
+        if not self.is_history:
             return self.nbytes
         lines = self.shape[0]  # history lines, one per token
         return self.nbytes // lines * min(query_len, lines)

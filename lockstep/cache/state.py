@@ -18,20 +18,21 @@ def state_spec(
     """Return the parts of lockstep.kernels.recurrent.state.RecurrentState, per slot.
 
     sizes: HK, HV, K, V. channels: of the convolution, which has `kernel` taps. window: maximum
-    tokens of a step. dtype: of the model. state_dtype: of the state in memory.
+    tokens of a step. flush: tokens that a state may lack before a step writes it. dtype: of the
+    model. state_dtype: of the state in memory.
     """
     key_heads, value_heads, key_dim, value_dim = sizes
     # The convolution needs the inputs of its kernel - 1 previous tokens.
-    raw = history_length(window, kernel - 1)
-    slots = history_length(window, max_replayed(window, flush, state_grid(state_dtype)))
+    conv_len = history_length(window, kernel - 1)
+    replay_len = history_length(window, max_replayed(window, flush, state_grid(state_dtype)))
     f32 = torch.float32
     return Spec(
         StorageKind.STATE,
         (
             Part("recurrent", (value_heads, key_dim, value_dim), state_dtype),
-            Part("conv", (raw, channels), dtype, ring=True),
-            Part("u", (slots, value_heads, value_dim), f32, ring=True),
-            Part("k", (slots, key_heads, key_dim), f32, ring=True),
-            Part("decay", (slots, value_heads), f32, ring=True),
+            Part("conv", (conv_len, channels), dtype, is_history=True),
+            Part("u", (replay_len, value_heads, value_dim), f32, is_history=True),
+            Part("k", (replay_len, key_heads, key_dim), f32, is_history=True),
+            Part("decay", (replay_len, value_heads), f32, is_history=True),
         ),
     )

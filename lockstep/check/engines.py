@@ -191,7 +191,7 @@ def count_observers(worker: Worker, change: int) -> None:
 def build(model: str | None, settings: dict[str, Any], hooks: CheckHooks = NO_HOOKS) -> CheckEngine:
     """Build an engine with these settings and hooks. Raises what LLM raises."""
     config = EngineConfig.read(model=model, **{**settings, "audit": True})
-    return CheckEngine(LLM.over(build_engine(config, hooks=hooks)))
+    return CheckEngine(LLM.from_engine(build_engine(config, hooks=hooks)))
 
 
 def build_plain(model: str | None, settings: dict[str, Any]) -> CheckEngine:

@@ -52,6 +52,7 @@ def explain(
     sizes |= {"cache_bytes": cache, "state_bytes": states}
     del plan["memory_notes"]  # load() has printed them
     console.print(_plan({**plan, "fingerprint": explanation["fingerprint"], **sizes}))
+    _print_ranks(console, explanation["ranks"])
     for note in explanation["notes"]:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
 
@@ -101,6 +102,7 @@ def _show_planned(settings: dict[str, Any], arch: str, total: int | None, json: 
     }
     verdict = {name: explanation["plan"].pop(name, None) for name in ("fits", "why", "notes")}
     console.print(_plan(gpu | explanation["plan"]))
+    _print_ranks(console, explanation["ranks"])
     for note in explanation["notes"]:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
     if verdict["fits"]:
@@ -177,4 +179,56 @@ def _plan(plan: dict[str, Any]) -> Table:
         else:
             table.add_row(name, str(value))
     table.add_row("host_bytes", decimal(plan["host_pages"] * plan["page_bytes"]))
+    return table
+
+
+def _print_ranks(console: Console, ranks: dict[str, Any]) -> None:
+    """Print bytes, exchanges and floors of several ranks; nothing of a single one."""
+    if len(ranks["bytes"]) > 1:
+        console.print(_rank_bytes(ranks), _exchanges(ranks), _floors(ranks))
+
+
+def _rank_bytes(ranks: dict[str, Any]) -> Table:
+    """Return a table of the bytes of each rank."""
+    names = ("weights", "pages", "state", "buffers", "total")
+    right = (Column(name, justify="right") for name in names)
+    table = Table("rank", *right, title="Ranks", title_justify="left")
+    for sizes in ranks["bytes"]:
+        values = (sizes[f"{name}_bytes"] for name in names)
+        cells = ("not measured" if value is None else decimal(value) for value in values)
+        table.add_row(str(sizes["rank"]), *cells)
+    return table
+
+
+def _exchanges(ranks: dict[str, Any]) -> Table:
+    """Return a table of the exchanges of a pass, one row per group of layers with equal ones."""
+    table = Table("pass", "layers", title="Exchanges", title_justify="left")
+    table.add_column("of each", justify="right")
+    table.add_column("bytes per token that a rank receives")
+    for group in ranks["exchanges"]:
+        received = [f"{size:,}" for size in group["token_bytes"]]
+        table.add_row(group["pass"], spans(group["layers"]), str(len(received)), " ".join(received))
+    table.caption = f"backend: {ranks['exchange_backend']}, all ranks in one group"
+    return table
+
+
+def _floors(ranks: dict[str, Any]) -> Table:
+    """Return a table of the floors of decode steps of a rank."""
+    table = Table(title="Floor of a rank's step, H200s", title_justify="left")
+    backends = list(ranks["steps"][0]["floor_ms"])
+    for name in ("rows", "exchanges", "received", "device ms"):
+        table.add_column(name, justify="right")
+    for name in backends:
+        table.add_column(f"{name} ms", justify="right")
+        table.add_column(f"floor, {name}", justify="right")
+    for step in ranks["steps"]:
+        times = (step[kind][name] for name in backends for kind in ("exchange_ms", "floor_ms"))
+        table.add_row(
+            f"{step['rows']} x {step['query_len']}",
+            str(step["exchanges"]),
+            decimal(step["received_bytes"]),
+            f"{step['device_ms']:.3f}",
+            *(f"{ms:.3f}" for ms in times),
+        )
+    table.caption = f"{ranks['steps'][0]['context']} cached tokens a row; exchanges do not overlap"
     return table

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli.interrupt import end_at_next_interrupt
+from lockstep.cli.interrupt import end_at_next_interrupt, sigterm_interrupts
 from lockstep.cli.options import engine_options, server_options, text_options
 from lockstep.cli.show import load, note, show_start
 from lockstep.errors import ConfigError, brief
@@ -47,6 +47,9 @@ def serve(
     from lockstep.serve.requests.service import Limits
     from lockstep.serve.server import Address, Options
 
+    if settings["node_rank"] or server.headless:
+        _run_node(settings | text, server.headless)
+        return
     names = server.allowed_hosts
     hosts = tuple(name.strip() for name in names.split(",")) if names else None
     options = Options(
@@ -148,6 +151,21 @@ def _run(
         client.shutdown()
         # The server has stopped: another Ctrl-C must not show a traceback of the exit.
         end_at_next_interrupt()
+
+
+def _run_node(settings: dict[str, Any], headless: bool) -> None:
+    """Run the ranks of a node that is not the head, until the head ends. Raises ConfigError."""
+    from lockstep.engine_args import EngineArgs
+    from lockstep.worker.node import run_node
+
+    config, _ = EngineArgs(**settings).read()
+    if headless and config.node_rank == 0:
+        raise ConfigError(
+            "headless=True is not allowed with node_rank=0, whose server takes the requests; "
+            "allowed: on the other nodes. Leave it out, or set --node-rank."
+        )
+    with contextlib.suppress(KeyboardInterrupt), sigterm_interrupts():
+        run_node(config, note)
 
 
 def _load_in_thread(settings: dict[str, Any]) -> "LoadedEngine":

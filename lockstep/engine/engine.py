@@ -107,7 +107,7 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes, in host memory too. Running requests keep their pages."""
         with self._counting:
-            self.scheduler.cache.forget()
+            self.scheduler.cache.drop_cached()
 
     def _end(self, request_id: str, reason: str) -> Request | None:
         with self._counting:
@@ -288,4 +288,4 @@ class Engine:
         self._in_flight.clear()
         self.scheduler.forget_launched()
         with self._counting:
-            self.scheduler.cache.forget()
+            self.scheduler.cache.drop_cached()

@@ -42,7 +42,7 @@ class EngineLoop:
         self._deliver = deliver
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sent: dict[str, int] = {}
-        self._settling: list[threading.Event] = []
+        self._idle_events: list[threading.Event] = []
         self._began: float | None = None
 
     @property
@@ -66,12 +66,12 @@ class EngineLoop:
         """Drop all cached prefixes before the next step. Requests submitted later find none."""
         self._commands.put(self.engine.reset_prefix_cache)
 
-    def settle(self) -> threading.Event:
+    def notify_when_idle(self) -> threading.Event:
         """Return an event that is set once all commands before this call took effect and no step
         is in flight, or another request keeps the engine busy."""
-        settled = threading.Event()
-        self._commands.put(lambda: self._settling.append(settled))
-        return settled
+        idle = threading.Event()
+        self._commands.put(lambda: self._idle_events.append(idle))
+        return idle
 
     def stop(self) -> None:
         """Make run() return after the current step."""
@@ -82,7 +82,9 @@ class EngineLoop:
 
         A step that raises ends the requests that it computed, and the loop goes on.
         """
+        executor = self.engine.executor
         try:
+            executor.call_on_failure(self._end_by_failure)
             self._serve()
         except EngineDeadError as error:
             log.exception("the engine cannot go on")
@@ -91,8 +93,17 @@ class EngineLoop:
             log.exception("the engine cannot go on")
             return "it failed outside of a step"
         finally:
-            self._notify_settled()
+            executor.call_on_failure(None)  # the executor must not keep the engine alive
+            self._notify_idle()
         return None
+
+    def _end_by_failure(self, why: str) -> None:
+        """Make run() return the failure of a worker, which an idle engine would not notice."""
+
+        def fail() -> None:
+            raise EngineDeadError(why)
+
+        self._commands.put(fail)
 
     def _serve(self) -> None:
         while self._take_commands():
@@ -111,7 +122,7 @@ class EngineLoop:
         while True:
             is_idle = not self.engine.has_work()
             if is_idle or self._sent:
-                self._notify_settled()
+                self._notify_idle()
             try:
                 command = self._commands.get(block=is_idle)
             except queue.Empty:
@@ -120,9 +131,9 @@ class EngineLoop:
                 return False
             command()
 
-    def _notify_settled(self) -> None:
-        while self._settling:
-            self._settling.pop().set()
+    def _notify_idle(self) -> None:
+        while self._idle_events:
+            self._idle_events.pop().set()
 
     def _add(self, requests: Sequence[Request]) -> None:
         """Add requests to the engine."""

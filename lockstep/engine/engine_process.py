@@ -67,7 +67,7 @@ class _Host:
         except Exception as error:
             if not isinstance(error, LockstepError):
                 error.add_note(f"in the engine's process:\n{traceback.format_exc()}")
-            self._report(Failed(_portable(error)))
+            self._report(Failed(_picklable(error)))
             return
         self._compile_limiter = CompileLimiter(self._engine.plan.max_num_seqs)
         self._loop = EngineLoop(self._engine, self._deliver)
@@ -80,7 +80,9 @@ class _Host:
         why = self._loop.run()
         self._ended.set()
         heartbeats.join()
-        if why is not None:
+        if why is None:
+            self._engine.executor.close()
+        else:
             self._report(Ended(why))
 
     def _report(self, message: Report) -> None:
@@ -98,14 +100,14 @@ class _Host:
     def _deliver(self, updates: Sequence[Delivery]) -> None:
         for request_id, _ in updates:
             self._compile_limiter.leave(request_id)
-        sent = [(i, _portable(x) if isinstance(x, Exception) else x) for i, x in updates]
+        sent = [(i, _picklable(x) if isinstance(x, Exception) else x) for i, x in updates]
         self._report(Updates(sent))
 
     def _send_heartbeats(self) -> None:
         """Send heartbeats, and a last one at the end for the counters."""
-        over = False
-        while not over:
-            over = self._ended.wait(HEARTBEAT_SECONDS)
+        is_last = False
+        while not is_last:
+            is_last = self._ended.wait(HEARTBEAT_SECONDS)
             self._report(Heartbeat(self._stats(), self._loop.stalled_for))
 
     def _stats(self) -> Stats:
@@ -123,9 +125,9 @@ class _Host:
                 command = self._connection.recv()
             except (EOFError, OSError):
                 os._exit(0)
-            self._take(command)
+            self._execute(command)
 
-    def _take(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         if isinstance(command, Submit):
             self._submit(command.requests)
         elif isinstance(command, Abort):
@@ -139,12 +141,12 @@ class _Host:
         """Queue the requests without a grammar at once, the others once theirs is compiled.
 
         Grammars are compiled in another thread, so that neither a step nor other requests wait for
-        them, and in advance for as many requests as there are rows.
+        them. At most max_num_seqs requests have a compiled grammar and no tokens yet.
         """
-        self._loop.submit([plain.request() for plain in messages if plain.grammar is None])
-        for plain in messages:
-            if plain.grammar is not None:
-                self._submit_compiled(plain.request(), plain.grammar)
+        self._loop.submit([message.request() for message in messages if message.grammar is None])
+        for message in messages:
+            if message.grammar is not None:
+                self._submit_compiled(message.request(), message.grammar)
 
     def _submit_compiled(self, request: Request, recipe: object) -> None:
         """Queue a request once its grammar is compiled."""
@@ -174,7 +176,7 @@ class _Host:
         self._compile_limiter.leave(request_id)
 
 
-def _portable(error: Exception) -> Exception:
+def _picklable(error: Exception) -> Exception:
     """Return the error, or a RuntimeError of its text where it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
@@ -183,7 +185,7 @@ def _portable(error: Exception) -> Exception:
     return error
 
 
-def give_way(device: str) -> None:
+def lower_priority(device: str) -> None:
     """Lower the priority of this thread and its later threads where the model runs on the CPU.
 
     The server then gets a core as soon as it wants one. On a GPU the steps wait for these threads,

@@ -1,5 +1,6 @@
 """Interface between the engine and the workers that run its model."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from lockstep.config import EngineConfig, Plan
@@ -47,6 +48,17 @@ class Executor(Protocol):
 
     def probe(self) -> None:
         """Run an empty step on every worker and wait for it. Raises what it raises."""
+        ...
+
+    def call_on_failure(self, function: Callable[[str], None] | None) -> None:
+        """Call a function once with the reason, in any thread, when a worker has ended.
+
+        Steps raise then as well. Without steps nothing else would notice. None: call no function.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the workers of other processes. The executor is not used afterwards."""
         ...
 
     def device_rates(self) -> Any:

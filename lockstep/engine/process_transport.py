@@ -40,8 +40,8 @@ log = logging.getLogger("lockstep.engine")
 
 MAX_RESTARTS = 3
 RESTART_WINDOW = 600.0
-"""Seconds in which MAX_RESTARTS restarts may happen: a fault that soon repeats is not cured by
-one.
+"""Seconds in which MAX_RESTARTS restarts may happen. A restart does not cure a fault that repeats
+sooner.
 """
 STOP_SECONDS = 30.0
 """Seconds that stop() waits for the current step before it kills the process."""
@@ -56,24 +56,24 @@ class _Child:
 
     def __init__(self, make: MakeEngine) -> None:
         context = get_context("spawn")
-        self.connection, theirs = context.Pipe()
+        self.connection, child_end = context.Pipe()
         self.process = context.Process(
-            target=run_engine, args=(theirs, make), name="lockstep-engine"
+            target=run_engine, args=(child_end, make), name="lockstep-engine"
         )
         try:
             with blocked_signals():
                 self.process.start()
-        except BaseException:  # an interrupt that waited for the start to be over
+        except BaseException:  # an interrupt, which blocked_signals() delayed until after start()
             if self.process.pid is not None:
-                self.bury()
+                self.reap()
             raise
-        theirs.close()
+        child_end.close()
 
-    def reports(self, every: float | None) -> Iterator[Report | None]:
-        """Yield reports until the process ends; None whenever `every` seconds pass without one."""
+    def reports(self, interval: float | None) -> Iterator[Report | None]:
+        """Yield reports until the process ends, and None after `interval` seconds without one."""
         while True:
             try:
-                yield self.connection.recv() if self.connection.poll(every) else None
+                yield self.connection.recv() if self.connection.poll(interval) else None
             except (EOFError, OSError):
                 return
 
@@ -81,7 +81,7 @@ class _Child:
         """Kill the process."""
         self.process.kill()
 
-    def bury(self) -> str:
+    def reap(self) -> str:
         """Kill and reap the process, and return how it ended."""
         self.process.join(HEARTBEAT_SECONDS)
         self.kill()
@@ -115,22 +115,23 @@ class _Outbox:
         self._thread.join(seconds)
 
     def _send(self) -> None:
-        reads = True
+        is_open = True
         while (message := self._messages.get()) is not None:
             try:
-                if reads:
+                if is_open:
                     self._connection.send(message)
-            except OSError:
-                reads = False
+            except OSError:  # the engine has ended: drop what follows, so that close() returns
+                is_open = False
 
 
 class ProcessTransport:
     """Transport to an engine's process and its successors. See Transport.
 
     The constructor starts the process and returns when the engine is ready; it raises what the
-    engine raised. `make` is pickled. show: called with the progress of the startup. step_seconds: a
-    process whose step takes longer, or that sends no heartbeat for that long, is killed and
-    restarted; the startup has no limit. `facts` and `rates`: data of the engine's executor.
+    engine raised. make: builds the engine; it is pickled and called in the process. show: called
+    with the progress of the startup. step_seconds: a process whose step takes longer, or that sends
+    no heartbeat for that long, is killed and restarted; the startup has no limit. `facts` and
+    `rates`: data of the engine's executor.
     """
 
     def __init__(
@@ -143,12 +144,12 @@ class ProcessTransport:
         self._step_seconds = step_seconds
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._counting = threading.Lock()
-        self._gone = Stats()
+        self._past_stats = Stats()
         self._stats = Stats()
         self._last_report = time.monotonic()
         self._busy_for = 0.0
         self._stopping = False
-        self._starts: deque[float] = deque(maxlen=MAX_RESTARTS)
+        self._restart_times: deque[float] = deque(maxlen=MAX_RESTARTS)
         self._receiver: Receiver | None = None
         self._thread = threading.Thread(target=self._supervise, name="lockstep-engine", daemon=True)
         self.restarting = False
@@ -157,7 +158,7 @@ class ProcessTransport:
             ready = self._until_ready(show)
         except BaseException:
             self._child.kill()
-            self._child.bury()
+            self._child.reap()
             raise
         self.facts = ready.facts
         self.rates = ready.rates
@@ -187,7 +188,7 @@ class ProcessTransport:
         if self.restarting or self._receiver is None:
             self._child.kill()
         if self._receiver is None:
-            self._child.bury()
+            self._child.reap()
             return
         try:
             self._thread.join(STOP_SECONDS)
@@ -211,9 +212,9 @@ class ProcessTransport:
     def stats(self) -> Stats:
         """See Transport; counters as of the last heartbeat, summed over all engines."""
         with self._counting:
-            stats = self._stats.after(self._gone)
+            stats = self._stats.after(self._past_stats)
             self._stats.drain()
-            self._gone.drain()
+            self._past_stats.drain()
             return stats
 
     def _until_ready(self, show: ShowProgress) -> Ready:
@@ -228,7 +229,7 @@ class ProcessTransport:
             elif isinstance(report, Ready):
                 self._last_report = time.monotonic()
                 return report
-        raise EngineDeadError(f"the engine did not start: {self._child.bury()}.")
+        raise EngineDeadError(f"the engine did not start: {self._child.reap()}.")
 
     def _supervise(self) -> None:
         """Serve with one engine after the other."""
@@ -242,7 +243,7 @@ class ProcessTransport:
         """Deliver an engine's reports until it stops or is lost, and return the reason."""
         child = self._child
         outbox = _Outbox(child.connection, self._commands)
-        if self._stopping:  # _forget() may have dropped the queued Stop
+        if self._stopping:  # _drop_commands() may have dropped the queued Stop
             outbox.put(Stop())
         fault = None
         for report in child.reports(HEARTBEAT_SECONDS):
@@ -252,7 +253,7 @@ class ProcessTransport:
                 fault = f"a step did not end within {self._step_seconds:g} s"
                 child.kill()
                 break
-        how = child.bury()
+        how = child.reap()
         outbox.close(REAP_SECONDS)
         return fault or how
 
@@ -272,10 +273,13 @@ class ProcessTransport:
     def _may_restart(self) -> bool:
         """Count a restart and return whether the limit allows it."""
         now = time.monotonic()
-        if len(self._starts) == MAX_RESTARTS and now - self._starts[0] < RESTART_WINDOW:
+        if (
+            len(self._restart_times) == MAX_RESTARTS
+            and now - self._restart_times[0] < RESTART_WINDOW
+        ):
             log.error("%d restarts in %g s: no more", MAX_RESTARTS, RESTART_WINDOW)
             return False
-        self._starts.append(now)
+        self._restart_times.append(now)
         return True
 
     def _restart(self, fault: str) -> str:
@@ -283,22 +287,22 @@ class ProcessTransport:
         assert self._receiver is not None
         log.error("the engine process ended (%s); restarting it", fault)
         self.restarting = True
-        ended = self._receiver.lost(self._forget)
+        ended = self._receiver.lost(self._drop_commands)
         with self._counting:
-            before = self._stats.after(self._gone)
+            before = self._stats.after(self._past_stats)
             before.requests_success_total["error"] += ended
-            self._gone = replace(before, restarts_total=before.restarts_total + 1)
+            self._past_stats = replace(before, restarts_total=before.restarts_total + 1)
             self._stats = Stats()
         self._child = _Child(self._make)
         try:
             self._until_ready(lambda what, done, of: None)
         except Exception as error:
-            self._child.bury()
+            self._child.reap()
             return f"it could not be started again: {error}"
         self._busy_for = 0.0
         self.restarting = False
         return self._serve()
 
-    def _forget(self) -> None:
+    def _drop_commands(self) -> None:
         """Drop the commands queued for the lost engine."""
         self._commands = queue.SimpleQueue()

@@ -12,7 +12,7 @@ from lockstep.scheduling.request import Request
 STOP_SECONDS = 30.0
 """Seconds that stop() waits for the current step."""
 DEAD_THREAD_SECONDS = 0.1
-"""Interval at which settle() checks that the engine's thread still runs."""
+"""Interval at which wait_until_idle() checks that the engine's thread still runs."""
 
 
 class ThreadTransport:
@@ -43,13 +43,13 @@ class ThreadTransport:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(STOP_SECONDS)
 
-    def settle(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until all submits and aborts so far took effect and no step is in flight.
 
         Where another request keeps the engine busy, steps may be in flight.
         """
-        settled = self.loop.settle()
-        while self._thread.is_alive() and not settled.wait(DEAD_THREAD_SECONDS):
+        idle = self.loop.notify_when_idle()
+        while self._thread.is_alive() and not idle.wait(DEAD_THREAD_SECONDS):
             continue
 
     def submit(self, requests: Sequence[Request]) -> None:

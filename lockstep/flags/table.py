@@ -12,7 +12,6 @@ NUMBER = Form.NUMBER
 JSON = Form.JSON
 MANY = Form.MANY
 
-ONE_NODE = "Lockstep runs on one node, for now; leave it out."
 ONE_REPLICA = "start one server per GPU and balance the load; leave it out."
 NO_MEDIA = "text alone is read and written, so nothing comes of it"
 NO_ADAPTERS = "merge the adapter into the weights and serve those; leave it out."
@@ -441,16 +440,20 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             short=("-pp",),
             same=(1,),
         ),
-        refused("nnodes", ONE_NODE, NUMBER, short=("-n",), same=(1,)),
-        refused("node-rank", ONE_NODE, NUMBER, short=("-r",), same=(0,)),
-        noted("master-addr", "there is one node"),
-        noted("master-port", "there is one node", NUMBER),
+        acts("nnodes", "hosts that run the ranks", NUMBER, short=("-n",)),
+        acts("node-rank", "number of this host; 0 is the head", NUMBER, short=("-r",)),
+        acts("master-addr", "address of the head"),
+        acts("master-port", "port on which the head expects the other hosts", NUMBER),
         noted(
             "distributed-executor-backend",
             "processes are started as --tensor-parallel-size needs them",
             allowed=("mp", "uni"),
         ),
-        noted("distributed-timeout-seconds", "--step-timeout says when a step hangs", NUMBER),
+        acts(
+            "distributed-timeout-seconds",
+            "how long hosts wait for each other at the start, and ranks in an exchange",
+            NUMBER,
+        ),
         noted("numa-bind", "start the server under numactl", SWITCH, same=(False,)),
         noted("numa-bind-nodes", "start the server under numactl", MANY),
         noted("numa-bind-cpus", "start the server under numactl", MANY),
@@ -631,7 +634,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         noted("enable-flash-late-interaction", "models generate text here", SWITCH),
         noted("api-server-count", "one process answers", NUMBER, short=("-asc",), same=(1,)),
-        refused("headless", ONE_NODE, SWITCH, same=(False,)),
+        acts("headless", "no HTTP server; on the head it is refused", SWITCH),
         refused("grpc", "HTTP is spoken; leave it out.", SWITCH, same=(False,)),
     ),
     "Logs and metrics": (

@@ -77,18 +77,18 @@ class Attention(nn.Module):
         self.out = ResidualLinear(build, mixed, {"o_proj": Columns.of(outputs)}, bias=out_bias)
         self.kv_format = build.kv.of(build.layer)
         quantizers = head_quantizers(self.kv_format, head_dim, build.kv.setting)
-        scale_tensors = build.beside("k_proj", "v_proj")
+        scale_tensors = build.module_tensors("k_proj", "v_proj")
         other = None if build.weight_format is None else build.weight_format.other_kv
         self.static = StaticScales(build.path, self.kv_format, scale_tensors, other)
         self.rope = build.op(rope_and_cache, head_dim=head_dim, quantizers=quantizers)
         sizes = dict(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
         self.attend = build.op(paged_attention, **sizes, quantizers=quantizers)
 
-    def keep(self, x: Tensor, ctx: StepContext) -> None:
+    def write_cache(self, x: Tensor, ctx: StepContext) -> None:
         """Write the cache entries of x [T, H] without computing any output. For drafters."""
-        self._place(self.qkv.from_part(1, x), ctx)
+        self._rotate_and_cache(self.qkv.from_part(1, x), ctx)
 
-    def _place(self, qkv: Tensor, ctx: StepContext) -> Tensor:
+    def _rotate_and_cache(self, qkv: Tensor, ctx: StepContext) -> Tensor:
         """Return queries [T, H, D] of the projections [T, N], and write their keys and values."""
         return self.rope(
             qkv,
@@ -106,8 +106,8 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
-        qkv = self.qkv(x)
-        q = self._place(qkv, ctx)
+        qkv = self.qkv(x, ctx)
+        q = self._rotate_and_cache(qkv, ctx)
         mixed = self.attend(
             q,
             self.k_cache,
@@ -120,7 +120,7 @@ class Attention(nn.Module):
             # The op reads the gates from the projections themselves, without a copy.
             qkv if self.gated else None,
         )
-        return self.out(mixed.flatten(1))
+        return self.out(mixed.flatten(1), ctx)
 
     def weights(self) -> dict[str, Target]:
         """Map the checkpoint's tensors, by name within the module, to their destinations."""
@@ -136,7 +136,7 @@ class Attention(nn.Module):
 
     def finish(self) -> None:
         """Set the checkpoint's static KV scales. Call once after loading."""
-        self.kv_format = self.static.applied(self.kv_format)
+        self.kv_format = self.static.with_scales(self.kv_format)
 
     def bind(self, storage: dict[str, Tensor]) -> None:
         self.k_cache, self.v_cache = kv_caches(storage, self.head_dim, self.kv_format)

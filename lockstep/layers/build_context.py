@@ -16,6 +16,8 @@ from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear import draft_linear
 from lockstep.kernels.linear.probe import Probed
 from lockstep.kernels.sampling import LogitShard
+from lockstep.layers.adapters import NO_ADAPTERS, AdapterTable
+from lockstep.layers.exchange import Exchange
 from lockstep.layers.kv_format import LayerKVFormats
 from lockstep.layers.memory_budget import MemoryBudget
 from lockstep.layers.sharding import Columns, Rank, Shard, count_columns
@@ -51,8 +53,8 @@ class BuildContext:
     checkpoint may have. weight_format: None for plain weights. arch: architecture of a GPU
     that is not present, such as 86; None for the device's. kv: KV cache format of each layer.
     state_dtype: dtype of recurrent state between steps.
-    group: the tensor-parallel ranks. shards: of the parameters that are cut across ranks, by their
-    id().
+    group: the tensor-parallel ranks. adapters: those that linear layers make room for. shards: of
+    the parameters that are cut across ranks, by their id().
     """
 
     device: str
@@ -61,7 +63,7 @@ class BuildContext:
     max_positions: int
     exact: bool = True
     layer: str = ""
-    named: str = ""
+    name_prefix: str = ""
     path: str = ""
     max_model_len: int = 0
     tensors: Mapping[str, Mapping[str, TensorInfo]] | None = None
@@ -71,6 +73,7 @@ class BuildContext:
     kv: LayerKVFormats = LayerKVFormats()
     state_dtype: torch.dtype = torch.float32
     group: RankGroup = ALONE
+    adapters: AdapterTable = NO_ADAPTERS
     shards: dict[int, Shard] = field(default_factory=dict)
     choices: list[BackendChoice] = field(default_factory=list)
     probed: dict[tuple[int, int, torch.dtype], Probed] = field(default_factory=dict)
@@ -90,7 +93,7 @@ class BuildContext:
         layer's name).
         """
         copied = copy(self)
-        copied.layer = layer if layer == self.layer else self.named + layer
+        copied.layer = layer if layer == self.layer else self.name_prefix + layer
         copied.path = layer if path is None else path
         return copied
 
@@ -98,7 +101,7 @@ class BuildContext:
         """Return a copy for a submodule of the current module."""
         return self.at(self.layer, f"{self.path}.{name}")
 
-    def reading(
+    def for_checkpoint(
         self,
         tensors: Mapping[str, Mapping[str, TensorInfo]] | None,
         prefixes: tuple[str, ...],
@@ -125,18 +128,18 @@ class BuildContext:
         count = count_columns(outputs, self.rank)
         return CheckpointLinear(path, names, count, inputs, tensors, total, ranges)
 
-    def found(self, name: str) -> Mapping[str, TensorInfo]:
+    def submodule_tensors(self, name: str) -> Mapping[str, TensorInfo]:
         """Return the checkpoint's tensors of a submodule by suffix; {} for dummy weights."""
         return {} if self.tensors is None else self.tensors.get(f"{self.path}.{name}", {})
 
-    def beside(self, *names: str) -> Mapping[str, Mapping[str, TensorInfo]]:
+    def module_tensors(self, *names: str) -> Mapping[str, Mapping[str, TensorInfo]]:
         """Return the checkpoint's tensors of the current module ("") and of these submodules, by
         suffix.
         """
         if self.tensors is None:
             return {}
         tensors = {"": self.tensors.get(self.path, {})}
-        return tensors | {name: self.found(name) for name in names}
+        return tensors | {name: self.submodule_tensors(name) for name in names}
 
     def layout(self, module: CheckpointLinear) -> Layout | None:
         """Return the layout of a quantized linear layer's weight; None if it is not quantized."""
@@ -155,11 +158,16 @@ class BuildContext:
         self.choices.append(BackendChoice(self.layer, op.name, name, refused))
         return op.backends[name].run
 
-    def exchange(self, columns: Columns) -> Gather:
-        """Return the function that gathers these columns: [T, this rank's] -> [T, all]."""
+    def exchange(self, columns: Columns, rows: int = 1) -> Gather:
+        """Return the function that gathers these columns: [T, this rank's] -> [T, all].
+
+        rows: that each token of a step has, such as one for each of its experts.
+        """
         if self.rank.size == 1:
             return all_columns
-        return partial(self._exchange(), widths=self._widths(columns))
+        widths = self._widths(columns)
+        received = (sum(widths) - widths[self.rank.index]) * self.dtype.itemsize
+        return Exchange(partial(self._exchange(), widths=widths), self.layer, rows * received)
 
     def logit_shard(self, columns: Columns) -> LogitShard:
         """Return this rank's share of the logits of a head with these columns."""
@@ -215,7 +223,7 @@ class BuildContext:
     def quantized_weight(self, n: int, k: int, layout: Layout) -> QuantizedWeight:
         """Return an unfilled quantized weight [n, k]."""
         size = layout.empty(n, k, "meta").nbytes
-        self._take(size, (n, k))
+        self._reserve(size, (n, k))
         return layout.empty(n, k, self.device)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
@@ -225,9 +233,9 @@ class BuildContext:
         return torch.nn.Parameter(tensor, requires_grad=False)
 
     def _count(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self._take(prod(shape) * dtype.itemsize, shape)
+        self._reserve(prod(shape) * dtype.itemsize, shape)
 
-    def _take(self, size: int, shape: tuple[int, ...]) -> None:
+    def _reserve(self, size: int, shape: tuple[int, ...]) -> None:
         remedy = "Correct the sizes in config.json, or choose a smaller model or dtype."
         name = f"a weight {list(shape)} of {self.layer or 'the model'}"
         self.memory_budget.take(size, name, remedy)

@@ -106,12 +106,13 @@ class GatedDeltaNet(nn.Module):
         self.chunk_op = build.op(gated_delta_chunk, **traits)
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
-        mixed, z, b, a = self.in_proj(x).split(self.parts, dim=-1)
+        mixed, z, b, a = self.in_proj(x, ctx).split(self.parts, dim=-1)
         weights = GatedDeltaWeights(
             self.conv.flatten(1), self.a_log, self.dt_bias, self.norm.weight, self.norm.eps
         )
         run = self._prompt if ctx.shape.prompt else self._generated
-        return self.out(run(mixed, z, b, a, weights, ctx).flatten(-2).flatten(0, -2))
+        o = run(mixed, z, b, a, weights, ctx)
+        return self.out(o.flatten(-2).flatten(0, -2), ctx)
 
     def _prompt(
         self,

@@ -38,7 +38,7 @@ class LayerKVFormats:
     """KV cache format of each attention layer.
 
     format: None for the model's dtype. skip: layers that use the model's dtype nevertheless, by
-    number, or "first" and "last" until settled(). setting: the option that chose the format, for
+    number, or "first" and "last" until resolved(). setting: the option that chose the format, for
     messages.
     """
 
@@ -46,7 +46,7 @@ class LayerKVFormats:
     skip: tuple[str, ...] = ()
     setting: str = "kv_cache_dtype"
 
-    def settled(self, attending: Sequence[int]) -> "LayerKVFormats":
+    def resolved(self, attention_layers: Sequence[int]) -> "LayerKVFormats":
         """Return a copy whose skipped layers are numbers, given the model's attention layers.
 
         Raises:
@@ -54,9 +54,9 @@ class LayerKVFormats:
         """
         numbers = []
         for name in self.skip:
-            number = attending[ENDS[name]] if name in ENDS else int(name)
-            if number not in attending:
-                allowed = f"first, last, {', '.join(map(str, attending))}"
+            number = attention_layers[ENDS[name]] if name in ENDS else int(name)
+            if number not in attention_layers:
+                allowed = f"first, last, {', '.join(map(str, attention_layers))}"
                 remedy = "Name layers that attend."
                 raise choice_error(ConfigError, "kv_cache_dtype_skip_layers", name, allowed, remedy)
             numbers.append(str(number))
@@ -108,10 +108,10 @@ class StaticScales:
             if prod(info.shape) != 1:
                 raise self._error(key, f"shape {list(info.shape)}", "one number")
             self.slots[key] = WeightSink(
-                None, FLOAT_DTYPES, torch.device("cpu"), self._taking(new_sides, key)
+                None, FLOAT_DTYPES, torch.device("cpu"), self._fill_function(new_sides, key)
             )
 
-    def _taking(self, sides: set[str], key: str) -> Any:
+    def _fill_function(self, sides: set[str], key: str) -> Any:
         def take(tensor: Tensor) -> None:
             scale = tensor.float().item()
             if not MIN_SCALE <= scale < inf:
@@ -127,7 +127,7 @@ class StaticScales:
             "checkpoint, or choose another kv_cache_dtype."
         )
 
-    def applied(self, format: KVFormat | None) -> KVFormat | None:
+    def with_scales(self, format: KVFormat | None) -> KVFormat | None:
         """Return the format with the loaded scales."""
         if format is None or not self.scales:
             return format

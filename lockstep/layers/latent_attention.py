@@ -56,9 +56,9 @@ class AbsorbedHeads(nn.Module):
         build.cut(self.keys, owned, total_heads)
         build.cut(self.values, owned, total_heads)
         self.weight_format = build.weight_format
-        self.read = build.module("kv_b_proj", columns, latent)
-        layout = build.layout(self.read)
-        sizes = (self.read.outputs, latent)
+        self.module = build.module("kv_b_proj", columns, latent)
+        layout = build.layout(self.module)
+        sizes = (self.module.outputs, latent)
         self.quantized_parts = [] if layout is None else [build.quantized_weight(*sizes, layout)]
         self.query = build.op(head_linear, inputs=plain, outputs=latent)
         self.out = build.op(head_linear, inputs=latent, outputs=value)
@@ -74,14 +74,16 @@ class AbsorbedHeads(nn.Module):
     def weights(self) -> dict[str, Target]:
         """Map the checkpoint's tensors, by name within the module, to their destinations."""
         if self.quantized_parts:
-            return weight_sinks("kv_b_proj", self.quantized_parts[0], self.weight_format, self.read)
-        shape = (self.read.whole_outputs, self.read.inputs)
+            return weight_sinks(
+                "kv_b_proj", self.quantized_parts[0], self.weight_format, self.module
+            )
+        shape = (self.module.whole_outputs, self.module.inputs)
         sink = WeightSink(
-            shape, FLOAT_DTYPES, self.keys.device, self._take, ranges=self.read.ranges
+            shape, FLOAT_DTYPES, self.keys.device, self._fill, ranges=self.module.ranges
         )
         return {"kv_b_proj.weight": sink}
 
-    def _take(self, weight: Tensor) -> None:
+    def _fill(self, weight: Tensor) -> None:
         """Fill both maps from kv_b_proj [H (N + V), C]."""
         if self.rotation is not None:
             weight = self.rotation.rotate(weight)
@@ -94,7 +96,7 @@ class AbsorbedHeads(nn.Module):
     def finish(self) -> None:
         """Dequantize kv_b_proj into both maps. Call once after loading."""
         for part in self.quantized_parts:
-            self._take(part.dequantize(self.dtype))
+            self._fill(part.dequantize(self.dtype))
         self.quantized_parts = []
 
 
@@ -104,7 +106,8 @@ class LatentAttention(nn.Module):
     Args:
         q_rank: width of the queries' latent; None if one projection makes the queries.
         latent: width of the cached latent (kv_lora_rank).
-        plain, turned: dims of a head's query without and with rotary position.
+        plain, turned: dims of a head's query without and with rotary position
+            (qk_nope_head_dim, qk_rope_head_dim).
         value: dims of a head's output.
         scale: factor of the scores.
     """
@@ -136,11 +139,12 @@ class LatentAttention(nn.Module):
         self.scale = scale
         self.dtype = build.dtype
         self.rotary = rotary
-        first: dict[str, int | Columns] = {"q_a_proj": q_rank or 0}
+        query_down: dict[str, int | Columns] = {"q_a_proj": q_rank or 0}
         if q_rank is None:
-            first = {"q_proj": queries}
+            query_down = {"q_proj": queries}
         inputs, outputs = (hidden, hidden) if isinstance(hidden, int) else hidden
-        self.down = Linear(build, inputs, first | {"kv_a_proj_with_mqa": latent + turned})
+        # One GEMM reads x: the query's (latent) projection and the latents with their rotary keys.
+        self.down = Linear(build, inputs, query_down | {"kv_a_proj_with_mqa": latent + turned})
         self.q_norm = None if q_rank is None else RMSNorm(build, q_rank, NORM_EPS)
         self.q_up = None if q_rank is None else Linear(build, q_rank, {"q_b_proj": queries})
         self.kv_norm = Norm(build, latent, NORM_EPS)
@@ -153,13 +157,13 @@ class LatentAttention(nn.Module):
         self.rope = build.op(latent_rope_and_cache, **sizes, quantizers=quantizers)
         self.attend = build.op(latent_attention, heads=self.heads, **sizes, quantizers=quantizers)
 
-    def keep(self, x: Tensor, ctx: StepContext) -> None:
+    def write_cache(self, x: Tensor, ctx: StepContext) -> None:
         """Write the cache entries of x [T, H] without computing any output. For drafters."""
         # Queries without heads: the op writes the cache and rotates nothing else.
         kv = self.down.from_part(1, x)
-        self._place(kv.new_empty(len(kv), 0, self.plain + self.turned), kv, ctx)
+        self._rotate_and_cache(kv.new_empty(len(kv), 0, self.plain + self.turned), kv, ctx)
 
-    def _place(self, q: Tensor, kv: Tensor, ctx: StepContext) -> Tensor:
+    def _rotate_and_cache(self, q: Tensor, kv: Tensor, ctx: StepContext) -> Tensor:
         """Return the rotated part [T, H, R] of queries [T, H, N + R], and write the latents kv [T,
         C + R].
         """
@@ -177,11 +181,11 @@ class LatentAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
-        q, kv = self.down.parts(x)
+        q, kv = self.down.parts(x, ctx)
         if self.q_norm is not None and self.q_up is not None:
-            q = self.q_up(self.q_norm(q))
+            q = self.q_up(self.q_norm(q), ctx)
         q = q.unflatten(1, (self.heads, self.plain + self.turned))
-        turned = self._place(q, kv, ctx)
+        turned = self._rotate_and_cache(q, kv, ctx)
         mixed = self.attend(
             self.absorbed.absorb(q[..., : self.plain]),
             turned,
@@ -193,7 +197,7 @@ class LatentAttention(nn.Module):
             ctx.shape.query_len,
             self.scale,
         )
-        return self.out(self.absorbed.expand(mixed).flatten(1))
+        return self.out(self.absorbed.expand(mixed).flatten(1), ctx)
 
     def weights(self) -> dict[str, Target]:
         """Map the checkpoint's tensors, by name within the module, to their destinations."""

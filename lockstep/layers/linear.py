@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError
-from lockstep.kernels.exchange import ALONE, Gather, all_columns
+from lockstep.kernels.exchange import Gather, all_columns
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear import choose_split_k, linear
 from lockstep.kernels.linear.prepacked import PrepackedWeight
 from lockstep.layers.build_context import BuildContext
-from lockstep.layers.sharding import Columns, Rank, row_sink
+from lockstep.layers.exchange import Exchange
+from lockstep.layers.lora import AddAdapters, LoRA, no_adapters
+from lockstep.layers.sharding import Columns, Rank, column_sink, row_sink
 from lockstep.quantization import CheckpointLinear, Layout, Ranges, WeightFormat, WeightSink
+from lockstep.step import StepContext
 
 PROBED_LAYERS = 4
 """Layers of one shape whose weights a cuBLAS probe cycles through, to exceed a GPU's cache."""
@@ -246,35 +249,17 @@ def weight_sinks(
     A plain weight has one tensor, a quantized one those of its format. weight: this rank's rows.
     """
     if isinstance(weight, Tensor):
-        return {f"{name}.weight": _slice_sink(weight, module)}
+        return {f"{name}.weight": column_sink(weight, module)}
     assert weight_format is not None, "only a weight format quantizes"
     sinks = weight_format.sinks(module, weight)
     return {f"{name}.{suffix}": replace(s, ranges=module.ranges) for suffix, s in sinks.items()}
 
 
-def _slice_sink(
-    target: Tensor, module: CheckpointLinear, order: Tensor | None = None
-) -> Tensor | WeightSink:
-    """Return the destination of a plain tensor whose rows are the module's output columns.
-
-    order: for each row of the target, the row of the rank's slice that it takes.
-    """
-    if order is not None:
-        return WeightSink.copy_into(
-            target,
-            lambda tensor: tensor[order],
-            ranges=module.ranges,
-            total_rows=module.whole_outputs,
-        )
-    if not module.ranges:
-        return target
-    return WeightSink.copy_into(target, ranges=module.ranges, total_rows=module.whole_outputs)
-
-
 class Linear(nn.Module):
     """x [T, K] -> [T, N]; N may be the sum of several checkpoint weights' columns.
 
-    With several ranks, N counts the columns of this rank.
+    With several ranks, N counts the columns of this rank. The adapter of a token is added last
+    (lockstep.kernels.lora).
 
     y = round(round(x W^T) + b), both roundings to x's dtype: the bias is added in fp32 to the op's
     rounded result. It is elementwise, so it is the same for every backend and every T.
@@ -318,9 +303,11 @@ class Linear(nn.Module):
         row_groups = group_into_gemms(row_groups_of(build, self.reads), inputs)
         # Split-K partitions follow from the whole weight, so that every number of ranks has them.
         total = sum(module.whole_outputs for module in self.reads)
-        # What crosses ranks is rounded to the model's dtype first.
+        # What crosses ranks, or gets an adapter, is rounded to the model's dtype first.
         sent = self.gathers and build.rank.size > 1
-        allow_partials = self.allow_partials and not (bias or sent) and len(row_groups) == 1
+        adapted = any(build.adapters.change(module.names) for module in self.reads)
+        whole = bias or sent or adapted
+        allow_partials = self.allow_partials and not whole and len(row_groups) == 1
         gemms = [
             Gemm(build, inputs, groups, total=total, allow_partials=allow_partials)
             for groups in row_groups
@@ -330,23 +317,33 @@ class Linear(nn.Module):
         self.gemm_begins = tuple(accumulate((gemm.shape[0] for gemm in gemms), initial=0))
         self.bias = build.empty(sum(self.outputs)) if bias else None
         build.cut(self.bias, *_joined_ranges(self.reads))
+        self.add_adapters: AddAdapters = no_adapters
+        if adapted:
+            reordered = {self.names.index(name): order for name, order in self.orders.items()}
+            self.add_adapters = LoRA(build, self.reads, inputs, reordered)
         for gemm, (first, last) in zip(gemms, pairwise(self.gemm_begins), strict=True):
             begins = accumulate(self.outputs, initial=0)
             pairs = zip(begins, self.reads, strict=False)
             reads = [module for begin, module in pairs if first <= begin < last]
             build.cut(gemm.weight, *_joined_ranges(reads))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gather_outputs(self._columns_from(self.gather_inputs(x), 0))
+    def forward(self, x: Tensor, ctx: StepContext | None) -> Tensor:
+        """Return the outputs with the adapter of each token.
 
-    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the outputs of each fused weight.
+        ctx: step of the tokens; None in a drafter, which drafts without adapters.
+        """
+        x = self.gather_inputs(x)
+        return self.gather_outputs(self.add_adapters(self._columns_from(x, 0), x, ctx))
+
+    def parts(self, x: Tensor, ctx: StepContext | None) -> tuple[Tensor, ...]:
+        """Return the outputs of each fused weight. ctx: see forward().
 
         They are views of one tensor, or separate tensors if each weight has its own GEMM.
         """
-        if len(self.gemms) == len(self.outputs) and self.bias is None:
+        separate = len(self.gemms) == len(self.outputs) and self.bias is None
+        if separate and self.add_adapters is no_adapters:
             return tuple(gemm(x) for gemm in self.gemms)
-        return self(x).split(self.outputs, dim=1)
+        return self(x, ctx).split(self.outputs, dim=1)
 
     def from_part(self, index: int, x: Tensor) -> Tensor:
         """Return the outputs of the fused weights from this index on, reading no other weights.
@@ -384,9 +381,9 @@ class Linear(nn.Module):
             order = self.orders.get(name)
             table |= weight_sinks(name, part, self.weight_format, module)
             if isinstance(part, Tensor):
-                table[f"{name}.weight"] = _slice_sink(part, module, order)
+                table[f"{name}.weight"] = column_sink(part, module, order)
             if self.bias is not None:
-                table[f"{name}.bias"] = _slice_sink(self.bias[self._rows(index)], module, order)
+                table[f"{name}.bias"] = column_sink(self.bias[self._rows(index)], module, order)
         return table
 
     def finish(self) -> None:
@@ -428,7 +425,8 @@ def _joined_ranges(modules: Sequence[CheckpointLinear]) -> tuple[Ranges, int]:
 class PartialLinear(Linear):
     """x [T, K] -> [T, N], or split-K partials [P, T, N] fp32 that the consumer adds.
 
-    With a bias, or with several GEMMs, the output is never partials: the sum must be rounded first.
+    With a bias, adapters or several GEMMs, the output is never partials: the sum must be rounded
+    first.
     """
 
     allow_partials = True
@@ -450,11 +448,18 @@ class ResidualLinear(PartialLinear):
 
 
 class VocabularyShard:
-    """Range of the vocabulary whose rows of a weight a rank stores. tokens: the range."""
+    """Range of the vocabulary whose rows [*, H] of a weight a rank stores.
 
-    def __init__(self, build: BuildContext, vocab: int) -> None:
+    tokens: the range. gather: exchange of a row of each rank, [T, H] -> [T, ranks * H].
+    """
+
+    def __init__(self, build: BuildContext, vocab: int, hidden: int) -> None:
         self.tokens = build.rank.tokens(vocab)
-        self.group = build.group if len(self.tokens) < vocab else ALONE
+        # A vocabulary of few tiles is whole on every rank.
+        self.size = build.rank.size if len(self.tokens) < vocab else 1
+        self.gather: Gather = all_columns
+        if self.size > 1:
+            self.gather = build.exchange(Columns.heads(self.size, hidden))
         ranks = (Rank(index, build.rank.size) for index in range(build.rank.size - 1))
         ends = [rank.tokens(vocab).stop for rank in ranks]
         self.ends = torch.tensor(ends, device=build.device)
@@ -464,12 +469,12 @@ class VocabularyShard:
 
         rows: returns the rows of this rank by their index in `tokens`.
         """
-        if self.group.size == 1:
+        if self.size == 1:
             return rows(ids)
         local = rows((ids - self.tokens.start).clamp(0, len(self.tokens) - 1))
         owners = torch.bucketize(ids, self.ends, right=True)
-        at = owners * len(ids) + torch.arange(len(ids), device=ids.device)
-        return self.group.all_gather(local).flatten(0, 1)[at]
+        at = torch.arange(len(ids), device=ids.device) * self.size + owners
+        return self.gather(local).view(len(ids) * self.size, -1)[at]
 
 
 class Embedding(nn.Module):
@@ -482,7 +487,8 @@ class Embedding(nn.Module):
         super().__init__()
         self.columns = Columns.vocabulary(vocab)
         self.rank = build.rank
-        self.shard = VocabularyShard(build, vocab)
+        self.shard = VocabularyShard(build, vocab, hidden)
+        self.gather = self.shard.gather  # registered here, for those who walk the model
         self.weight = build.matrix(len(self.shard.tokens), hidden)
         build.cut(self.weight, self.columns.ranges(build.rank), vocab)
 
@@ -520,8 +526,12 @@ class Head(Gemm):
         super().__init__(build, hidden, groups, existing=existing, total=vocab)
         if existing is None:
             build.cut(self.weight, self.module.ranges, vocab)
-        self.shard = VocabularyShard(build, vocab)
-        self.logit_shard = build.logit_shard(columns)
+        self.shard = VocabularyShard(build, vocab, hidden)
+        self.logit_shard = shard = build.logit_shard(columns)
+        if shard.ranks > 1:  # the sampler calls them; they are here for those who walk the model
+            received = (shard.ranks - 1) * shard.record_bytes(build.dtype.itemsize)
+            self.exchange_records = Exchange(shard.exchange, build.layer, received)
+            self.exchange_undecided_rows = Exchange(shard.exchange, build.layer, 0)
 
     def copy_rows(self, ids: Tensor, out: Tensor, begin: int = 0) -> None:
         """Copy the weight's rows of the tokens ids[begin : begin + len(out)] into out [n, H].

@@ -87,12 +87,12 @@ class Mamba2(nn.Module):
         self.chunk_op = build.op(mamba2_chunk, **traits, kernel=kernel)
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
-        z, mixed, dt = self.in_proj(x).split(self.parts, dim=-1)
+        z, mixed, dt = self.in_proj(x, ctx).split(self.parts, dim=-1)
         weights = Mamba2Weights(
             self.conv.flatten(1), self.conv_bias, self.a_log, self.dt_bias, self.d, *self.limits
         )
         run = self._prompt if ctx.shape.prompt else self._generated
-        return self.out(self.norm(run(mixed, dt, weights, ctx), z))
+        return self.out(self.norm(run(mixed, dt, weights, ctx), z), ctx)
 
     def _prompt(
         self, mixed: Tensor, dt: Tensor, weights: Mamba2Weights, ctx: StepContext

@@ -10,8 +10,8 @@ from lockstep.errors import CapacityError
 class MemoryBudget:
     """Counter of the bytes that are about to be allocated on a device.
 
-    A size of 10^18 in a config file ends here, not in the allocator. bounded: False for models that
-    are built without memory (meta tensors).
+    An absurd size in a config file, such as 10^18, raises an error here instead of in the
+    allocator. bounded: False for models that are built without memory (meta tensors).
     """
 
     def __init__(self, device: str) -> None:
@@ -27,7 +27,7 @@ class MemoryBudget:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def take(self, size: int, what: str, remedy: str) -> None:
-        """Reserve `size` bytes.
+        """Reserve `size` bytes for `what`, which the error names together with the remedy.
 
         Raises:
             CapacityError: they do not fit next to what is reserved already.

@@ -34,7 +34,7 @@ class GatedMLP(nn.Module):
         self.act = build.op(silu_mul)
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
-        return self.down(self.act(self.gate_up(x)))
+        return self.down(self.act(self.gate_up(x, ctx)), ctx)
 
     def weights(self) -> dict[str, Target]:
         """Map the checkpoint's tensors, by name within the module, to their destinations."""
@@ -54,7 +54,7 @@ class ReluMLP(nn.Module):
         self.act = build.op(relu2)
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
-        return self.down(self.act(self.up(x)))
+        return self.down(self.act(self.up(x, ctx)), ctx)
 
     def weights(self) -> dict[str, Target]:
         """Map the checkpoint's tensors, by name within the module, to their destinations."""

@@ -94,7 +94,7 @@ class ExpertWeight(Weight):
         outputs: Mapping[str, Columns],
         fused: str,
     ) -> None:
-        info = build.found("experts").get(fused)
+        info = build.submodule_tensors("experts").get(fused)
         self.fused = None if info is None else f"experts.{fused}"
         self.weight_format = build.weight_format
         self.experts = experts
@@ -183,7 +183,7 @@ class ExpertWeight(Weight):
 
 
 @dataclass
-class Dispatched:
+class DispatchResult:
     """Result of dispatch: where each token goes, and the shared expert's part.
 
     ids [T, k] int32 and weights [T, k]: the experts of each token. shared: output of the shared
@@ -306,27 +306,27 @@ class MoE(nn.Module):
         up = dict.fromkeys(up_names, Columns.of(inner))
         self.up = ExpertWeight(*sizes, width, up, fused)
         self.down = ExpertWeight(*sizes, inner, {down_name: Columns.of(width)}, "down_proj")
-        self.gather_inner = build.exchange(Columns.of(inner))
+        self.gather_inner = build.exchange(Columns.of(inner), rows=self.top_k)
         quantized = self.up.weight is None or self.down.weight is None
         self.mlp_op = build.op(
             experts_op, experts=self.experts, top_k=self.top_k, quantized=quantized
         )
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
-        routed = self.dispatch(x)
+        dispatched = self.dispatch(x, ctx)
         if self.into_latent is None or self.out_of_latent is None:
-            # The op combines in the launch of the last expert's product.
-            y = self.grouped_mlp(x, routed, routed.shared, routed.shared_gate)
+            # The op combines in the launch of the down projections.
+            y = self.grouped_mlp(x, dispatched, dispatched.shared, dispatched.shared_gate)
         else:
-            latent = self.grouped_mlp(self.into_latent(x), routed)
-            y = self.combine(self.out_of_latent(latent), routed)
+            latent = self.grouped_mlp(self.into_latent(x, ctx), dispatched)
+            y = self.combine(self.out_of_latent(latent, ctx), dispatched)
         return self.gather_outputs(y)
 
-    def dispatch(self, x: Tensor) -> Dispatched:
+    def dispatch(self, x: Tensor, ctx: StepContext) -> DispatchResult:
         """Choose the experts of each token, and run the shared expert."""
         # Strided views of one tensor, which the op reads without copies.
-        fused, logits, gate = self.router(x).split(self.widths, dim=-1)
-        shared_inner = fused if self.shared_up is None else self.shared_up(x)
+        fused, logits, gate = self.router(x, ctx).split(self.widths, dim=-1)
+        shared_inner = fused if self.shared_up is None else self.shared_up(x, ctx)
         ids, weights, activated, shared_gate = self.route(
             logits,
             self.top_k,
@@ -335,22 +335,22 @@ class MoE(nn.Module):
             shared_gate=gate if gate.shape[-1] else None,
             **self.choice,
         )
-        shared = None if self.shared_down is None else self.shared_down(activated)
-        return Dispatched(ids, weights, shared, shared_gate)
+        shared = None if self.shared_down is None else self.shared_down(activated, ctx)
+        return DispatchResult(ids, weights, shared, shared_gate)
 
     def grouped_mlp(
         self,
         x: Tensor,
-        routed: Dispatched,
+        routed: DispatchResult,
         shared: Tensor | None = None,
         shared_gate: Tensor | None = None,
     ) -> Tensor:
-        """Run each token's experts and return their weighted sum, plus `shared` if it is given."""
+        """Run each token's experts; return their weighted sum, plus `shared` unless it is None."""
         weights = (self.up.stored, self.down.stored, routed.ids, routed.weights)
         options = dict(act=self.act, count=self.experts, gather=self.gather_inner)
         return self.mlp_op(x, *weights, shared, shared_gate, **options)
 
-    def combine(self, output: Tensor, routed: Dispatched) -> Tensor:
+    def combine(self, output: Tensor, routed: DispatchResult) -> Tensor:
         """Add the shared expert to the routed experts' output [T, H]."""
         return output if routed.shared is None else output + routed.shared
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lockstep.errors import ConfigError, choice_error
 from lockstep.kernels.sampling import VOCABULARY_TILE
-from lockstep.quantization import Ranges, WeightSink
+from lockstep.quantization import CheckpointLinear, Ranges, WeightSink
 
 MAX_RANKS = 64
-"""Largest number of ranks that error messages list."""
+"""Largest tensor_parallel_size that error messages suggest."""
 GRANULES = (128, 64, 32, 16, 8, 4, 2, 1)
 """Multiples of columns in which a dimension without heads is cut, largest first.
 
@@ -235,3 +235,22 @@ def row_sink(target: Tensor, columns: Columns, rank: Rank) -> Tensor | WeightSin
     if not ranges:
         return target
     return WeightSink.copy_into(target, ranges=ranges, total_rows=columns.total)
+
+
+def column_sink(
+    target: Tensor, module: CheckpointLinear, order: Tensor | None = None
+) -> Tensor | WeightSink:
+    """Return the destination of a plain tensor whose rows are the module's output columns.
+
+    order: for each row of the target, the row of the rank's slice that it takes.
+    """
+    if order is not None:
+        return WeightSink.copy_into(
+            target,
+            lambda tensor: tensor[order],
+            ranges=module.ranges,
+            total_rows=module.whole_outputs,
+        )
+    if not module.ranges:
+        return target
+    return WeightSink.copy_into(target, ranges=module.ranges, total_rows=module.whole_outputs)

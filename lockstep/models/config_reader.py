@@ -14,9 +14,9 @@ MAX_SIZE = 1 << 24
 MAX_LAYERS = 1024
 MAX_EXPERTS = 4096
 MAX_NUMBER = 10**30
-"""Bounds far above those of any real model; whether it fits into memory is checked later."""
+"""Bounds far above the values of any real model, so that a wrong size fails before any work."""
 
-OF_DRAFTER = (
+DRAFTER_REMEDY = (
     "If it changes no draft, set it to null in the drafter's config.json; else name another "
     "drafter."
 )
@@ -26,7 +26,8 @@ BUILT_FOR = "This architecture is built for these only."
 class ConfigReader:
     """Reader of settings by name (text_config is merged over the top level).
 
-    within: part of the file that this object is, and file: name of the file, for messages.
+    It records which settings were read, for refuse_unread(). within: prefix of the settings' names
+    in messages, such as "rope_parameters.". file: name of the file, for messages.
     """
 
     def __init__(self, raw: dict[str, Any], within: str = "", file: str = "config.json") -> None:
@@ -82,7 +83,7 @@ class ConfigReader:
         self.need(good and len(values) == count, name, f"{count} finite numbers above 0")
         return tuple(float(v) for v in values)
 
-    def only(self, name: str, *allowed: Any, default: Any = _MISSING) -> Any:
+    def one_of(self, name: str, *allowed: Any, default: Any = _MISSING) -> Any:
         """Return the setting, which must be one of `allowed`; absent counts as `default`."""
         value = self.raw.get(name, default)
         # Types must be equal too: 1 == True, but 1 may mean something else in a file.
@@ -99,12 +100,12 @@ class ConfigReader:
     def refuse_unread(self, without_effect: Mapping[str, str], remedy: str = "") -> None:
         """Raise CheckpointError for a setting that no code has read and that may matter.
 
-        It may not matter where it is off, or where the shared list or the family's
-        (without_effect: name -> reason) says why it changes no answer. remedy: what to do, where
-        hf_overrides does not reach the file.
+        A setting does not matter if its value switches it off, or if the shared list or the
+        family's list says why it changes no answer. without_effect: the family's list, name ->
+        reason. remedy: what the user can do; "" for the advice to use hf_overrides.
         """
         for name, value in self.raw.items():
-            known = name in self.raw.asked or reason_of(name, without_effect) is not None
+            known = name in self.raw.names_read or reason_of(name, without_effect) is not None
             if not known and not is_off(name, value):
                 raise self.error(
                     name[:100],

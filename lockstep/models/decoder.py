@@ -63,7 +63,7 @@ def read_common(
         dense: whether there are dense MLPs.
         theta: default of rope_theta; None if the file must have it.
     """
-    c.only("hidden_act", "silu", default="silu")
+    c.one_of("hidden_act", "silu", default="silu")
     hidden_size = c.size("hidden_size")
     heads = c.size("num_attention_heads")
     kv_heads = c.size("num_key_value_heads")
@@ -88,7 +88,7 @@ def read_common(
 
 def read_attention_layers(c: ConfigReader) -> int:
     """Return the number of layers; each has full attention, since windows are not supported."""
-    c.only("use_sliding_window", False, default=False)
+    c.one_of("use_sliding_window", False, default=False)
     layers = c.size("num_hidden_layers", max_value=MAX_LAYERS)
     c.layer_types(layers, {"full_attention"}, ["full_attention"] * layers)
     return layers
@@ -224,14 +224,14 @@ class Decoder(nn.Module, ABC):
         self.aux_hidden_layers: tuple[int, ...] = ()
         c = config
         # Before any layer is built: KV formats by layer refer to the numbers of attention layers.
-        build.kv = build.kv.settled(self.attending())
-        self.embed = Embedding(build, c.vocab_size, c.hidden_size)
+        build.kv = build.kv.resolved(self.attention_layers())
+        self.embed = Embedding(build.at("embed"), c.vocab_size, c.hidden_size)
         self.blocks = nn.ModuleList(Block(*sublayers) for sublayers in self.layers(build))
         self.norm = AddRMSNorm(build.at("norm"), c.hidden_size, c.eps, c.norm_offset)
         tied = self.embed.weight if c.tied else None
         self.head = Head(build.at("head", path=""), c.vocab_size, c.hidden_size, tied)
 
-    def attending(self) -> Sequence[int]:
+    def attention_layers(self) -> Sequence[int]:
         """Return the numbers of the attention layers: all, unless the architecture overrides it."""
         return range(self.config.layers)  # type: ignore[attr-defined]  # a file's own setting
 

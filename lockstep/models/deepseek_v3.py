@@ -59,8 +59,8 @@ class Config(DecoderConfig):
             CheckpointError: a setting is missing or not supported.
         """
         c = ConfigReader(raw)
-        c.only("pretraining_tp", 1, None, default=1)
-        c.only(DRAFT_SETTING, 0, 1, None, default=0)
+        c.one_of("pretraining_tp", 1, None, default=1)
+        c.one_of(DRAFT_SETTING, 0, 1, None, default=0)
         layers = c.size("num_hidden_layers", max_value=MAX_LAYERS)
         config = cls(layers=layers, mixture=_read_mixture(c, layers), **read_latent_common(c))
         c.refuse_unread(WITHOUT_EFFECT)
@@ -73,9 +73,9 @@ def _read_mixture(c: ConfigReader, layers: int) -> MoEConfig:
     The file must say how experts are chosen and scaled: the defaults of DeepSeek's code, Kimi's and
     transformers differ.
     """
-    c.only("scoring_func", "sigmoid", default="sigmoid")
-    c.only("topk_method", "noaux_tc", default="noaux_tc")
-    c.only("moe_layer_freq", 1, default=1)
+    c.one_of("scoring_func", "sigmoid", default="sigmoid")
+    c.one_of("topk_method", "noaux_tc", default="noaux_tc")
+    c.one_of("moe_layer_freq", 1, default=1)
     dense = c.get("first_k_dense_replace", int)
     c.need(0 <= dense <= layers, "first_k_dense_replace", f"0 to {layers}, the number of layers")
     shared = c.get("n_shared_experts", int)
@@ -138,7 +138,7 @@ class Draft(MTPModule):
         super().__init__(target, build, ids, module=path, projection="eh_proj")
         at = build.at(build.layer, path)
         self.embed_shape = (target.config.vocab_size, target.config.hidden_size)
-        self.twins = [name for name in TWINS if at.found(name)]
+        self.twins = [name for name in TWINS if at.submodule_tensors(name)]
 
     def layers(self, target: Any, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
         """Yield latent attention and the mixture."""

@@ -22,7 +22,7 @@ from lockstep.layers.linear import GatheredLinear, Head, Target
 from lockstep.layers.norm import AddRMSNorm, RMSNorm
 from lockstep.layers.sharding import Columns
 from lockstep.models.checkpoint import Checkpoint
-from lockstep.models.config_reader import MAX_LAYERS, OF_DRAFTER, ConfigReader
+from lockstep.models.config_reader import DRAFTER_REMEDY, MAX_LAYERS, ConfigReader
 from lockstep.models.decoder import (
     Block,
     Decoder,
@@ -84,19 +84,19 @@ class Config(DecoderConfig):
             CheckpointError: a setting is missing, not supported, or does not fit the target.
         """
         c = ConfigReader(checkpoint.raw, file=str(checkpoint.folder / "config.json"))
-        c.only("speculators_model_type", None, default=None)
+        c.one_of("speculators_model_type", None, default=None)
         inner = c.part(INNER)
         named = c.get("architectures", list, [ARCHITECTURE])
         c.need(named == [ARCHITECTURE], "architectures", f"[{ARCHITECTURE!r}]")
-        c.only("attention_bias", False, default=False)
-        c.only("is_causal", False, None, default=None)
+        c.one_of("attention_bias", False, default=False)
+        c.one_of("is_causal", False, None, default=None)
         for name in ("causal", "causal_head"):
-            inner.only(name, False, None, default=None)
-        inner.only("attention_mode", "gqa", "mha", None, default=None)
-        inner.only("projector_type", None, default=None)
-        inner.only("final_logit_softcapping", None, default=None)
+            inner.one_of(name, False, None, default=None)
+        inner.one_of("attention_mode", "gqa", "mha", None, default=None)
+        inner.one_of("projector_type", None, default=None)
+        inner.one_of("final_logit_softcapping", None, default=None)
         for name in ("output_multiplier", "input_embedding_scale"):
-            inner.only(name, 1, 1.0, None, default=None)
+            inner.one_of(name, 1, 1.0, None, default=None)
         width = target.config.hidden_size
         vocab = target.config.vocab_size
         c.need(c.size("hidden_size") == width, "hidden_size", f"the target's, {width}")
@@ -117,8 +117,8 @@ class Config(DecoderConfig):
             aux_hidden_layers=_aux_hidden_layers(inner, layers, depth),
             **read_common(c, head_dim=128),
         )
-        inner.refuse_unread(WITHOUT_EFFECT, OF_DRAFTER)
-        c.refuse_unread(WITHOUT_EFFECT, OF_DRAFTER)
+        inner.refuse_unread(WITHOUT_EFFECT, DRAFTER_REMEDY)
+        c.refuse_unread(WITHOUT_EFFECT, DRAFTER_REMEDY)
         return config
 
 
@@ -147,7 +147,7 @@ class BlockAttention(Attention):
     """
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
-        q = self._place(self.qkv(x), ctx)
+        q = self._rotate_and_cache(self.qkv(x, ctx), ctx)
         rows = ctx.starts.shape[0]
         group = self.heads // self.kv_heads
         blocks = q.view(rows, -1, self.kv_heads, group, self.head_dim)
@@ -162,7 +162,7 @@ class BlockAttention(Attention):
             self.scale,
         )
         outputs = mixed.view(rows, self.kv_heads, -1, group, self.head_dim).transpose(1, 2)
-        return self.out(outputs.reshape(x.shape[0], -1))
+        return self.out(outputs.reshape(x.shape[0], -1), ctx)
 
 
 class BlockDraftModel(nn.Module):
@@ -212,7 +212,7 @@ class BlockDraftModel(nn.Module):
 
     def begin(self, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
         """Return the state [T, H] that keys and values are computed from."""
-        return self.hidden_norm(self.fc(torch.cat(aux_hidden_states, dim=-1)))
+        return self.hidden_norm(self.fc(torch.cat(aux_hidden_states, dim=-1), None))
 
     def forward(self, ids: Tensor, state: Tensor, ctx: StepContext) -> Tensor:
         """Return hidden states [T, H] of the tokens of blocks [T]; state is not read."""
@@ -226,11 +226,11 @@ class BlockDraftModel(nn.Module):
         """Return this rank's logits [S, n] of state [S, H]."""
         return self.head(state)
 
-    def keep(self, ids: Tensor, state: Tensor, ctx: StepContext) -> None:
+    def write_cache(self, ids: Tensor, state: Tensor, ctx: StepContext) -> None:
         """Write the keys and values of computed tokens; ids are not read."""
         for block in self.blocks:
             sublayers: Any = block.sublayers
-            sublayers[0].body.keep(state, ctx)
+            sublayers[0].body.write_cache(state, ctx)
 
     def finish(self) -> None:
         """Do nothing: the target finishes the layers that it shares."""

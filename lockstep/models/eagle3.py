@@ -28,7 +28,7 @@ from lockstep.layers.norm import AddRMSNorm, RMSNorm
 from lockstep.layers.rotary import Rotary
 from lockstep.layers.sharding import Columns
 from lockstep.models.checkpoint import Checkpoint
-from lockstep.models.config_reader import MAX_LAYERS, OF_DRAFTER, ConfigReader
+from lockstep.models.config_reader import DRAFTER_REMEDY, MAX_LAYERS, ConfigReader
 from lockstep.models.decoder import (
     Block,
     Decoder,
@@ -163,8 +163,8 @@ class Config(DecoderConfig):
             CheckpointError: a setting is missing, not supported, or does not fit the target.
         """
         c = ConfigReader(head.raw, file=str(head.folder / "config.json"))
-        c.only("speculators_model_type", "eagle3", None, default=None)
-        c.only("parallel_drafting", False, None, default=False)
+        c.one_of("speculators_model_type", "eagle3", None, default=None)
+        c.one_of("parallel_drafting", False, None, default=False)
         width = target.config.hidden_size
         vocab = target.config.vocab_size
         c.need(c.size("vocab_size") == vocab, "vocab_size", f"the target's, {vocab}")
@@ -180,7 +180,7 @@ class Config(DecoderConfig):
         layers = read_attention_layers(c)
         # next_layer_regular is about the layers after the first.
         kinds = (True, None) if layers > 1 else (True, False, None)
-        inner.only("next_layer_regular", *kinds, default=None)
+        inner.one_of("next_layer_regular", *kinds, default=None)
         config = cls(
             layers=layers,
             draft_vocab_size=known,
@@ -196,14 +196,14 @@ class Config(DecoderConfig):
             norm_aux_hidden=c.get("fc_norm", bool, c.get("use_aux_norm", bool, False)),
             norm_output=c.get("norm_output", bool, False),
             logit_scale=c.positive("logit_scale", 1.0),
-            **_attending(c),
+            **_read_attention(c),
         )
-        inner.refuse_unread(WITHOUT_EFFECT, OF_DRAFTER)
-        c.refuse_unread(WITHOUT_EFFECT, OF_DRAFTER)
+        inner.refuse_unread(WITHOUT_EFFECT, DRAFTER_REMEDY)
+        c.refuse_unread(WITHOUT_EFFECT, DRAFTER_REMEDY)
         return config
 
 
-def _attending(c: ConfigReader) -> dict[str, Any]:
+def _read_attention(c: ConfigReader) -> dict[str, Any]:
     """Read the fields of DecoderConfig, and `latents`."""
     if c.raw.get("kv_lora_rank") is not None:
         return read_latent_common(c)
@@ -217,7 +217,7 @@ def _aux_hidden_layers(
     three.
     """
     for name, value in SWITCHES.items():
-        inner.only(name, value, None, default=None)
+        inner.one_of(name, value, None, default=None)
     name = "eagle_aux_hidden_state_layer_ids"
     where = inner if inner.raw.get(name) else c
     named_layers = where.get(name, list, [])
@@ -269,7 +269,7 @@ def draft_ids(checkpoint: HeadCheckpoint, config: Config) -> Tensor | None:
     return torch.tensor(ids)
 
 
-def attending(
+def attention_mixer(
     build: BuildContext, c: Config, widths: tuple[int, int], rotary: Rotary
 ) -> Attention | LatentAttention:
     """Build the mixer of a layer. widths: of its input and its output."""
@@ -282,7 +282,7 @@ def attending(
         c.kv_heads,
         c.head_dim,
         rotary=rotary,
-        qk_norm=bool(build.found("q_norm")),
+        qk_norm=bool(build.submodule_tensors("q_norm")),
         eps=c.eps,
         bias=c.attention_bias,
         out_bias=c.attention_bias,
@@ -295,7 +295,7 @@ def later_layers(
     """Yield the sublayers of the layers after the first, which read the state alone."""
     for index in range(1, c.layers):
         at = build.at(build.layer, f"layers.{index}")
-        mixer = attending(at.within("self_attn"), c, (c.hidden_size, c.hidden_size), rotary)
+        mixer = attention_mixer(at.within("self_attn"), c, (c.hidden_size, c.hidden_size), rotary)
         mlp = mlp_sublayer(at, c, bias=c.mlp_bias)
         yield Sublayer(at, c, "input_layernorm", "self_attn", mixer), mlp
 
@@ -350,7 +350,7 @@ class Eagle3Head(nn.Module):
         self.embed_norm = RMSNorm(build, c.hidden_size, c.eps)
         self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps)
         mixes = (2 * c.hidden_size, c.hidden_size)
-        self.attention = attending(at.within("self_attn"), c, mixes, rotary)
+        self.attention = attention_mixer(at.within("self_attn"), c, mixes, rotary)
         self.mlp_norm = AddRMSNorm(build, c.hidden_size, c.eps)
         sizes = (c.hidden_size, c.intermediate_size)
         self.mlp = GatedMLP(at.within("mlp"), *sizes, bias=c.mlp_bias)
@@ -401,7 +401,7 @@ class Eagle3Head(nn.Module):
         state = torch.cat(hidden_states, dim=-1)
         if self.before_fc is not None:
             state = self.before_fc(state)
-        return state if self.fc is None else self.fc(state)
+        return state if self.fc is None else self.fc(state, None)
 
     def forward(self, ids: Tensor, state: Tensor, ctx: StepContext) -> Tensor:
         """Return the next state [T, H'] of ids [T] and state [T, H']."""
@@ -420,12 +420,12 @@ class Eagle3Head(nn.Module):
         logits = self.head(state)
         return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
 
-    def keep(self, ids: Tensor, state: Tensor, ctx: StepContext) -> None:
+    def write_cache(self, ids: Tensor, state: Tensor, ctx: StepContext) -> None:
         """Write the keys and values of these tokens, and no output if there is a single layer."""
         if self.blocks:
             self(ids, state, ctx)
         else:
-            self.attention.keep(self._mixed(ids, state)[1], ctx)
+            self.attention.write_cache(self._mixed(ids, state)[1], ctx)
 
     def _mixed(self, ids: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return the residual [T, H'] and the attention's input [T, 2 H'], the embedding first."""

@@ -1,7 +1,7 @@
-"""Checkpoints of the Hugging Face hub: its answer within seconds, or what is cached here.
+"""Checkpoints of the Hugging Face hub: downloaded, or from the cache if the hub does not answer.
 
-A download that has begun and stalls is given up by the hub's client: after six times
-HF_HUB_DOWNLOAD_TIMEOUT (10 seconds) without a byte. What has come is kept.
+The hub's client gives up a stalled download after six times HF_HUB_DOWNLOAD_TIMEOUT (10 seconds)
+without a byte. The received part of the file is kept, and the next attempt continues there.
 """
 
 import glob
@@ -15,12 +15,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.models.gguf.folder import PART, SUFFIX, gguf_files, holds_gguf, translated
-from lockstep.models.json_files import some
+from lockstep.models.gguf.folder import PART, SUFFIX, checkpoint_folder, gguf_files, has_gguf
+from lockstep.models.json_files import brief_list
 from lockstep.models.weight_files import EXTRA_FILE, read_index
 from lockstep.settings import why_unread
 
-PATIENCE = 3.0
+HUB_SECONDS = 3.0
 """Seconds for the hub's answer, retries included; its client would wait for minutes."""
 SETTINGS = ["config.json", "*quant*config.json"]
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
@@ -40,7 +40,7 @@ SUBFOLDERS = ["*/*.safetensors"]
 def folder_of(model: str, weights: bool = True, field: str = "model") -> Path:
     """Return the checkpoint folder of a path or a hub id. weights, field: as in fetch().
 
-    For a GGUF file, or a folder with one, that is the folder of gguf.folder.translated.
+    For a GGUF file, or a folder with one, that is the folder of gguf.folder.checkpoint_folder.
     Raises ConfigError, or CheckpointError for a GGUF file that cannot be read.
     """
     path = Path(model)
@@ -55,12 +55,12 @@ def folder_of(model: str, weights: bool = True, field: str = "model") -> Path:
                 f"{field}={model[:200]!r} cannot be read: {reason}. Change its permissions, or run "
                 "as a user who may read it."
             ) from None
-    if is_folder and not holds_gguf(path):
+    if is_folder and not has_gguf(path):
         return path
     if is_folder or (is_folder is not None and path.suffix == SUFFIX):
-        return translated(gguf_files(path))
+        return checkpoint_folder(gguf_files(path))
     if file := HUB_FILE.fullmatch(model):
-        return translated(gguf_files(fetch_gguf(file["model"], file["file"], field)))
+        return checkpoint_folder(gguf_files(fetch_gguf(file["model"], file["file"], field)))
     if not HUB_ID.fullmatch(model):
         raise ConfigError(
             f"{field}={model[:200]!r} is neither an existing folder nor a hub id, such as "
@@ -77,7 +77,7 @@ def fetch(model: str, weights: bool = True, field: str = "model") -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    fault = _ask(model)
+    fault = _query_hub(model)
     try:
         cached = fault is not None
         patterns = TEXT_FILES if weights else SETTINGS
@@ -119,24 +119,24 @@ def fetch_gguf(model: str, name: str, field: str = "model") -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    fault = _ask(model)
+    fault = _query_hub(model)
     patterns = gguf_patterns(name)
-    fetched = f"{field}={model}:{name[:200]}"
+    setting = f"{field}={model}:{name[:200]}"
     try:
         cached = fault is not None
         folder = Path(snapshot_download(model, allow_patterns=patterns, local_files_only=cached))
     except Exception as error:  # as in fetch()
         raise ConfigError(
-            f"{fetched} cannot be fetched ({_reason(fault or error)}), and was not fetched before. "
+            f"{setting} cannot be fetched ({_reason(fault or error)}), and was not fetched before. "
             f"{REMEDY}"
         ) from None
     names = [str(path.relative_to(folder)) for path in sorted(folder.rglob(f"*{SUFFIX}"))]
-    chosen = [one for one in names if any(fnmatchcase(one, pattern) for pattern in patterns)]
-    models = {tuple(gguf_files(folder / one)) for one in chosen}
+    chosen = [n for n in names if any(fnmatchcase(n, pattern) for pattern in patterns)]
+    models = {tuple(gguf_files(folder / n)) for n in chosen}
     if len(models) != 1:
-        listed = some(chosen) if chosen else "none"
+        listed = brief_list(chosen) if chosen else "none"
         raise ConfigError(
-            f"{fetched} means {len(models)} models ({listed}); allowed: the name of one GGUF file "
+            f"{setting} means {len(models)} models ({listed}); allowed: the name of one GGUF file "
             f"of {model}, or the type at its end, such as Q4_K_M. Name one "
             f"of the files, such as {model}:{chosen[0] if chosen else 'FILE.gguf'}."
         )
@@ -156,15 +156,15 @@ def weight_patterns(folder: Path) -> list[str]:
     return [*WEIGHTS]
 
 
-def _ask(model: str) -> Exception | None:
-    """Ask the hub about a model within PATIENCE; return None if it knows it, else the error."""
+def _query_hub(model: str) -> Exception | None:
+    """Ask the hub about a model within HUB_SECONDS; return None if it knows it, else the error."""
     from huggingface_hub import HfApi
 
     answers: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
     def ask() -> None:
         try:
-            HfApi().model_info(model, timeout=PATIENCE)
+            HfApi().model_info(model, timeout=HUB_SECONDS)
             answers.put(None)
         except Exception as error:
             answers.put(error)
@@ -172,16 +172,16 @@ def _ask(model: str) -> Exception | None:
     # A thread: the client's timeout does not bound name resolution or its retries.
     threading.Thread(target=ask, name="lockstep-hub", daemon=True).start()
     try:
-        return answers.get(timeout=PATIENCE)
+        return answers.get(timeout=HUB_SECONDS)
     except queue.Empty:
-        return TimeoutError(f"the hub did not answer within {PATIENCE:g} seconds")
+        return TimeoutError(f"the hub did not answer within {HUB_SECONDS:g} seconds")
 
 
 def _reason(error: Exception) -> str:
     """Return an error's cause in one line, with the file if a download stalled."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-    kept = vars(error)
-    request = kept.get("_request") or kept.get("request")  # by httpx, by requests
+    fields = vars(error)
+    request = fields.get("_request") or fields.get("request")  # by httpx, by requests
     if request is None or "Timeout" not in type(error).__name__:
         return line
     name = str(request.url).partition("?")[0].rpartition("/")[2][:100]

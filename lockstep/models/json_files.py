@@ -44,6 +44,6 @@ def read_config(folder: Path, remedy: str) -> dict[str, Any]:
     return read_object(folder / "config.json", remedy)
 
 
-def some(names: list[str]) -> str:
+def brief_list(names: list[str]) -> str:
     """Return the first few of the names, for messages."""
     return ", ".join(name[:200] for name in names[:5]) + (" ..." if len(names) > 5 else "")

@@ -35,8 +35,8 @@ class LatentConfig:
         Raises:
             CheckpointError: a setting is missing or not supported.
         """
-        c.only("attention_bias", False, default=False)
-        c.only("rope_interleave", True, None, default=True)
+        c.one_of("attention_bias", False, default=False)
+        c.one_of("rope_interleave", True, None, default=True)
         plain = c.size("qk_nope_head_dim")
         turned = c.size("qk_rope_head_dim")
         rope = read_rope(c, turned, 1.0)
@@ -44,7 +44,7 @@ class LatentConfig:
         # Only yarn applies mscale_all_dim to the scores; elsewhere it must not be ignored.
         if type(rope) not in (Rope, YarnRope):
             for part in ("rope_scaling", "rope_parameters"):
-                c.part(part).only("mscale_all_dim", 0, 0.0, None, default=None)
+                c.part(part).one_of("mscale_all_dim", 0, 0.0, None, default=None)
         return cls(
             heads=c.size("num_attention_heads"),
             q_rank=None if c.raw.get("q_lora_rank") is None else c.size("q_lora_rank"),
@@ -76,7 +76,7 @@ class LatentConfig:
 
 def read_latent_common(c: ConfigReader) -> dict[str, Any]:
     """Read the fields of DecoderConfig from config.json, and `latents`."""
-    c.only("hidden_act", "silu", default="silu")
+    c.one_of("hidden_act", "silu", default="silu")
     latents = LatentConfig.read(c)
     return dict(
         vocab_size=c.size("vocab_size"),

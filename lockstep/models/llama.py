@@ -39,7 +39,7 @@ class Config(DecoderConfig):
             CheckpointError: a setting is missing or not supported.
         """
         c = ConfigReader(raw)
-        c.only("pretraining_tp", 1, None, default=1)
+        c.one_of("pretraining_tp", 1, None, default=1)
         config = cls(
             layers=c.size("num_hidden_layers", max_value=MAX_LAYERS),
             attention_bias=c.get("attention_bias", bool, False),

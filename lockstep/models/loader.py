@@ -18,7 +18,7 @@ from lockstep.layers.sharding import Shard, WeightSpec
 from lockstep.models import architecture, draft_prefix
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.config_reader import ConfigReader
-from lockstep.models.json_files import some
+from lockstep.models.json_files import brief_list
 from lockstep.models.weight_files import files_left_out
 from lockstep.quantization import WeightFormat
 from lockstep.quantization.weight_sink import FLOAT_DTYPES
@@ -176,7 +176,9 @@ def _read(source: Source, loaded: int, total: int, progress: Progress) -> None:
     faults["unfit"] += [f for twin in twins for f in _differs(*twin, source.embedding)]
     if any(faults.values()):
         kinds = [(kind, names) for kind, names in faults.items() if names]
-        listed = "; ".join(f"{kind} tensors ({len(names)}): {some(names)}" for kind, names in kinds)
+        listed = "; ".join(
+            f"{kind} tensors ({len(names)}): {brief_list(names)}" for kind, names in kinds
+        )
         raise CheckpointError(
             f"{checkpoint.folder}: the checkpoint does not fit its config.json: {listed}. "
             "Correct config.json or the checkpoint."

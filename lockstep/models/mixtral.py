@@ -33,7 +33,7 @@ class Config(DecoderConfig):
             CheckpointError: a setting is missing or not supported.
         """
         c = ConfigReader(raw)
-        c.only("sliding_window", None, default=None)
+        c.one_of("sliding_window", None, default=None)
         layers = c.size("num_hidden_layers", max_value=MAX_LAYERS)
         mixture = MoEConfig(read_routing(c), inner=c.size("intermediate_size"))
         config = cls(layers=layers, mixture=mixture, **read_common(c))

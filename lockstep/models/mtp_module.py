@@ -63,7 +63,8 @@ class MTPModule(nn.Module, ABC):
     def layers(self, target: Decoder, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
         """Return the sublayers of each layer.
 
-        The first sublayer of the first layer is a mixer with keep(), and there is no other mixer.
+        The first sublayer of the first layer is a mixer that has write_cache(). No other sublayer
+        is a mixer.
         """
 
     def finish(self) -> None:
@@ -91,10 +92,11 @@ class MTPModule(nn.Module, ABC):
         return hidden
 
     def forward(self, ids: Tensor, state: Tensor, ctx: StepContext) -> Tensor:
-        """Return the draft's state [T, H] of ids [T] and state [T, H]; it is fed back for the next
-        one.
+        """Return the next state [T, H] from ids [T] and state [T, H].
+
+        The drafter feeds it back to draft the token after the next.
         """
-        x = self._mixed(ids, state)
+        x = self._project(ids, state)
         delta = None
         for block in self.blocks:
             x, delta, _ = block(x, delta, ctx)
@@ -104,12 +106,13 @@ class MTPModule(nn.Module, ABC):
         """Return this rank's logits [S, n] over `ids` of state [S, H]."""
         return self.head(state)
 
-    def keep(self, ids: Tensor, state: Tensor, ctx: StepContext) -> None:
+    def write_cache(self, ids: Tensor, state: Tensor, ctx: StepContext) -> None:
         """Write the mixer's cache entries of these tokens without drafting."""
         first: Any = self.blocks[0]
-        _, normed = first.tokenwise(self._mixed(ids, state), None, 0, ctx)
-        first.sublayers[0].body.keep(normed, ctx)
+        _, normed = first.tokenwise(self._project(ids, state), None, 0, ctx)
+        first.sublayers[0].body.write_cache(normed, ctx)
 
-    def _mixed(self, ids: Tensor, hidden: Tensor) -> Tensor:
+    def _project(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        """Return the projection [T, H] of [norm(embedding), norm(hidden)]."""
         parts = [self.embed_norm(self.embed(ids)), self.hidden_norm(hidden)]
-        return self.fc(torch.cat(parts, dim=-1))
+        return self.fc(torch.cat(parts, dim=-1), None)

@@ -144,10 +144,10 @@ class Config(StackConfig):
         kinds = _read_kinds(c)
         draft_kinds = _read_draft_kinds(c)
         every = (*kinds, *draft_kinds)
-        c.only("mlp_hidden_act", "relu2", default="relu2")
-        c.only("residual_in_fp32", False, default=False)
-        c.only("attention_bias", False, default=False)
-        c.only("sliding_window", None, default=None)
+        c.one_of("mlp_hidden_act", "relu2", default="relu2")
+        c.one_of("residual_in_fp32", False, default=False)
+        c.one_of("attention_bias", False, default=False)
+        c.one_of("sliding_window", None, default=None)
         heads = c.size("num_attention_heads")
         kv_heads = c.size("num_key_value_heads")
         c.need(heads % kv_heads == 0, "num_attention_heads", "multiples of num_key_value_heads")
@@ -212,7 +212,7 @@ def _read_kinds(c: ConfigReader) -> tuple[str, ...]:
 
 def _read_draft_kinds(c: ConfigReader) -> tuple[str, ...]:
     """Return the block types of the MTP module."""
-    if not c.only(DRAFT_SETTING, 0, 1, None, default=0):
+    if not c.one_of(DRAFT_SETTING, 0, 1, None, default=0):
         return ()
     names = ("mtp_hybrid_override_pattern", "mtp_layers_block_type")
     if all(c.raw.get(name) is None for name in names):
@@ -254,9 +254,9 @@ def _kinds_of(c: ConfigReader, field: str) -> tuple[str, ...]:
 
 
 def _read_mamba(c: ConfigReader) -> Mamba:
-    c.only("mamba_hidden_act", "silu", default="silu")
-    c.only("mamba_proj_bias", False, default=False)
-    c.only("mamba_ssm_cache_dtype", "float32", default="float32")
+    c.one_of("mamba_hidden_act", "silu", default="silu")
+    c.one_of("mamba_proj_bias", False, default=False)
+    c.one_of("mamba_ssm_cache_dtype", "float32", default="float32")
     heads = c.size("mamba_num_heads")
     groups = c.size("n_groups")
     c.need(heads % groups == 0, "mamba_num_heads", "multiples of n_groups")
@@ -287,7 +287,7 @@ def _read_limits(c: ConfigReader) -> tuple[float, float]:
 
 
 def _read_experts(c: ConfigReader) -> Experts:
-    c.only("n_shared_experts", 1, default=1)
+    c.one_of("n_shared_experts", 1, default=1)
     local = "n_routed_experts" if "n_routed_experts" in c.raw else "num_local_experts"
     routing = Routing(
         c.size(local, max_value=MAX_EXPERTS),
@@ -315,7 +315,7 @@ class Model(Decoder):
     norm_name: ClassVar[str] = "norm_f"
     snapshot_every: ClassVar[int] = SNAPSHOT_EVERY
 
-    def attending(self) -> list[int]:
+    def attention_layers(self) -> list[int]:
         return [i for i, kind in enumerate(self.config.kinds) if kind == "attention"]
 
     def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:

@@ -23,7 +23,7 @@ from lockstep.models.hub import (
     gguf_patterns,
     weight_patterns,
 )
-from lockstep.models.json_files import some
+from lockstep.models.json_files import brief_list
 from lockstep.models.weight_files import find_weight_files
 
 Progress = Callable[[str, int, int], None]
@@ -126,8 +126,8 @@ def pull(request: PullRequest, progress: Progress, note: Callable[[str], None]) 
     lost = [name for name, size in wanted.items() if not _has_size(folder / name, size)]
     if lost:
         raise ConfigError(
-            f"{request.model} did not arrive whole: {some(lost)}. Run the same command again: the "
-            "files that are whole are kept."
+            f"{request.model} did not arrive whole: {brief_list(lost)}. Run the same command "
+            "again: the files that are whole are kept."
         )
     return _pulled(request, folder / weights[0] if request.file else folder)
 
@@ -191,20 +191,20 @@ def _weights(request: PullRequest, sizes: Mapping[str, int], folder: Path | None
     models = {name if (part := PART.fullmatch(name)) is None else part[1] for name in weights}
     if request.file and len(models) > 1:
         raise ConfigError(
-            f"{request.model}:{request.file} means {len(models)} models: {some(weights)}. Name the "
-            "file of one."
+            f"{request.model}:{request.file} means {len(models)} models: {brief_list(weights)}. "
+            "Name the file of one."
         )
     if weights:
         return weights
     readable = [name for name in sizes if name.endswith((SUFFIX, ".safetensors"))]
     if chosen:
         meant = [request.file] if request.file else list(chosen)
-        reason = f"has no file {some(meant)}; it has {some(readable) or 'no weights'}"
+        reason = f"has no file {brief_list(meant)}; it has {brief_list(readable) or 'no weights'}"
         raise ConfigError(f"{request.model} {reason}. Change the name of the file.")
     ggufs = [name for name in readable if name.endswith(SUFFIX)]
     if ggufs:
         raise ConfigError(
-            f"{request.model} has no *.safetensors, but {some(ggufs)}. Name one of them: "
+            f"{request.model} has no *.safetensors, but {brief_list(ggufs)}. Name one of them: "
             f"lockstep pull {request.model}:{ggufs[0]}"
         )
     raise ConfigError(

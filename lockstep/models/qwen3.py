@@ -43,7 +43,7 @@ class Config(DecoderConfig):
             CheckpointError: a setting is missing or not supported.
         """
         c = ConfigReader(raw)
-        c.only("attention_bias", False, default=False)
+        c.one_of("attention_bias", False, default=False)
         layers = read_attention_layers(c)
         config = cls(layers=layers, **read_common(c, head_dim=128))
         c.refuse_unread(WITHOUT_EFFECT)

@@ -1,4 +1,8 @@
-"""Qwen3.5 and Qwen3.6, dense: Gated DeltaNet layers, gated attention every few, an MTP module."""
+"""Qwen3.5 and Qwen3.6, dense: Gated DeltaNet, gated attention in every fourth layer by default,
+MTP.
+
+The layers with attention follow layer_types, or full_attention_interval without it.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,7 +40,10 @@ WITHOUT_EFFECT = {
 class Config(DecoderConfig):
     """Settings of config.json.
 
-    grouped: the recurrent layers' projections are ordered by key head, as in Qwen3-Next.
+    norm_offset: added to the weights of norms, which the checkpoint stores around zero. grouped:
+    the recurrent layers' projections are ordered by key head, as in Qwen3-Next. key_heads to
+    kernel: sizes of a recurrent layer; kernel: taps of its convolution. draft_layers: layers of the
+    MTP module, 0 or 1.
     """
 
     norm_offset: ClassVar[float] = 1.0
@@ -69,15 +76,15 @@ def read_hybrid(c: ConfigReader, dense: bool = True) -> dict[str, Any]:
     Raises:
         CheckpointError: a setting is missing or not supported.
     """
-    c.only("attention_bias", False, default=False)
-    c.only("attn_output_gate", True, default=True)
-    c.only("output_gate_type", "swish", "silu", default="swish")
-    c.only("mamba_ssm_dtype", "float32", default="float32")
-    c.only("mtp_use_dedicated_embeddings", False, default=False)
-    c.only("layer_scale", False, None, default=None)
-    every = c.size("full_attention_interval", 4)
+    c.one_of("attention_bias", False, default=False)
+    c.one_of("attn_output_gate", True, default=True)
+    c.one_of("output_gate_type", "swish", "silu", default="swish")
+    c.one_of("mamba_ssm_dtype", "float32", default="float32")
+    c.one_of("mtp_use_dedicated_embeddings", False, default=False)
+    c.one_of("layer_scale", False, None, default=None)
+    interval = c.size("full_attention_interval", 4)
     layers = c.size("num_hidden_layers", max_value=MAX_LAYERS)
-    kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+    kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
     key_heads = c.size("linear_num_key_heads")
     value_heads = c.size("linear_num_value_heads")
     c.need(value_heads % key_heads == 0, "linear_num_value_heads", "multiples of key heads")
@@ -91,7 +98,7 @@ def read_hybrid(c: ConfigReader, dense: bool = True) -> dict[str, Any]:
         key_dim=c.size("linear_key_head_dim"),
         value_dim=c.size("linear_value_head_dim"),
         kernel=c.size("linear_conv_kernel_dim"),
-        draft_layers=c.only("mtp_num_hidden_layers", 0, 1, default=0),
+        draft_layers=c.one_of("mtp_num_hidden_layers", 0, 1, default=0),
         **read_common(c, head_dim=256, partial=0.25, dense=dense),
     )
 
@@ -101,7 +108,7 @@ class Model(Decoder):
 
     config: Config
 
-    def attending(self) -> list[int]:
+    def attention_layers(self) -> list[int]:
         return [i for i, kind in enumerate(self.config.layer_types) if kind == "full_attention"]
 
     def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:

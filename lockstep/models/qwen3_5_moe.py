@@ -31,9 +31,9 @@ class Config(qwen3_5.Config):
             CheckpointError: a setting is missing or not supported.
         """
         c = ConfigReader(raw)
-        c.only("norm_topk_prob", True, default=True)
-        c.only("mlp_only_layers", [], None, default=None)
-        c.only("decoder_sparse_step", 1, default=1)
+        c.one_of("norm_topk_prob", True, default=True)
+        c.one_of("mlp_only_layers", [], None, default=None)
+        c.one_of("decoder_sparse_step", 1, default=1)
         mixture = MoEConfig(
             read_routing(c),
             inner=c.size("moe_intermediate_size"),
@@ -54,7 +54,7 @@ class Model(qwen3_5.Model):
         c = self.config
         dense = layer in c.mixture.dense_layers
         if layer is None:
-            dense = bool(build.found("mlp.gate_proj"))
+            dense = bool(build.submodule_tensors("mlp.gate_proj"))
         if dense and not c.intermediate_size:
             raise CheckpointError(
                 f"config.json has no intermediate_size, and {build.path}.mlp is a dense MLP. "

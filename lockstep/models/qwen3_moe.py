@@ -44,10 +44,10 @@ class Config(DecoderConfig):
             CheckpointError: a setting is missing or not supported.
         """
         c = ConfigReader(raw)
-        c.only("attention_bias", False, default=False)
-        c.only("qkv_bias", False, None, default=False)
-        c.only("use_qk_norm", True, None, default=True)
-        c.only("shared_expert_intermediate_size", 0, None, default=0)
+        c.one_of("attention_bias", False, default=False)
+        c.one_of("qkv_bias", False, None, default=False)
+        c.one_of("use_qk_norm", True, None, default=True)
+        c.one_of("shared_expert_intermediate_size", 0, None, default=0)
         layers = read_attention_layers(c)
         mixture = MoEConfig(
             read_routing(c, c.get("norm_topk_prob", bool)),

@@ -33,7 +33,7 @@ class Config(qwen3_5_moe.Config):
             CheckpointError: a setting is missing or not supported.
         """
         c = ConfigReader(raw)
-        c.only("use_sliding_window", False, default=False)
+        c.one_of("use_sliding_window", False, default=False)
         dense = read_dense_layers(c, c.size("num_hidden_layers", max_value=MAX_LAYERS))
         mixture = MoEConfig(
             read_routing(c, c.get("norm_topk_prob", bool)),

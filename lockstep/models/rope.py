@@ -304,7 +304,7 @@ def _settings(c: ConfigReader, defaults: Mapping[str, Any]) -> ConfigReader:
         if FULL_ATTENTION in inner.raw:  # by the type of a layer; no other type here has positions
             inner = inner.part(FULL_ATTENTION)
         for name in ("rope_type", "type"):
-            inner.only(name, *KINDS, default="default")
+            inner.one_of(name, *KINDS, default="default")
         for name, value in inner.raw.items():
             key = "rope_type" if name == "type" else name
             if values.get(key) not in (None, value):

@@ -12,9 +12,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lockstep.errors import CheckpointError, choice_error
-from lockstep.models.gguf.folder import gguf_files, holds_gguf
+from lockstep.models.gguf.folder import gguf_files, has_gguf
 from lockstep.models.gguf.tensors import GGUFWeightFile, gguf_weight_files
-from lockstep.models.json_files import read_object, some
+from lockstep.models.json_files import brief_list, read_object
 from lockstep.quantization import TensorInfo
 from lockstep.settings import why_unread
 
@@ -100,7 +100,7 @@ class WeightFile:
         if absent:
             raise CheckpointError(
                 f"{self.path} lacks tensors ({len(absent)}) that {INDEX} places in it: "
-                f"{some(absent)}. Fetch both files again."
+                f"{brief_list(absent)}. Fetch both files again."
             )
 
 
@@ -126,7 +126,7 @@ def find_weight_files(folder: Path) -> Sequence[WeightFile | GGUFWeightFile]:
         CheckpointError: no file is there, or one that the index or a file name announces is not.
     """
     files = {path.name: path for path in _safetensors(folder)}
-    if not files and holds_gguf(folder):
+    if not files and has_gguf(folder):
         return gguf_weight_files(gguf_files(folder))
     index = read_index(folder)
     _check_index(folder, index, files)
@@ -149,7 +149,7 @@ def find_weight_files(folder: Path) -> Sequence[WeightFile | GGUFWeightFile]:
 
 def has_weights(folder: Path) -> bool:
     """Return whether there are weight files in the folder."""
-    return any(folder.glob("*.safetensors")) or holds_gguf(folder)
+    return any(folder.glob("*.safetensors")) or has_gguf(folder)
 
 
 def files_left_out(folder: Path, read: set[str]) -> dict[str, str]:
@@ -195,7 +195,7 @@ def _check_index(folder: Path, index: Mapping[str, str], files: Mapping[str, Pat
     """Raise CheckpointError where the index names a file that is not in the folder itself."""
     for tensor, name in index.items():
         if name not in files:
-            allowed = f"files of the folder: {some(sorted(files)) or 'there is none'}"
+            allowed = f"files of the folder: {brief_list(sorted(files)) or 'there is none'}"
             field = f"{folder / INDEX} weight_map[{tensor[:100]!r}]"
             remedy = f"Fetch the missing file again, or an {INDEX} that fits the folder."
             raise choice_error(CheckpointError, field, name, allowed, remedy)
@@ -222,13 +222,13 @@ def _no_weights(folder: Path, unusable: list[str]) -> CheckpointError:
     """Return the error of a folder without weights. unusable: *.safetensors files in it."""
     if any(name.startswith("adapter_") for name in unusable):
         return CheckpointError(
-            f"{folder} holds an adapter ({some(unusable)}) and no model. Merge it into its base "
-            "model, for example by PEFT's merge_and_unload, and name the merged folder."
+            f"{folder} holds an adapter ({brief_list(unusable)}) and no model. Merge it into its "
+            "base model, for example by PEFT's merge_and_unload, and name the merged folder."
         )
     if unusable:
         return CheckpointError(
-            f"{folder} holds {some(unusable)}, in the layout of the publisher's own code; allowed: "
-            "the layout of transformers. Fetch the checkpoint's model*.safetensors."
+            f"{folder} holds {brief_list(unusable)}, in the layout of the publisher's own code; "
+            "allowed: the layout of transformers. Fetch the checkpoint's model*.safetensors."
         )
     return CheckpointError(
         f"{folder} holds no *.safetensors file. Name another model folder, or take random "

@@ -67,12 +67,12 @@ class AutoRound(IntWeightFormat):
 
     def __init__(self, c: SettingsReader) -> None:
         scheme = Scheme(
-            bits=c.only("bits", *BITS),
-            group=c.only("group_size", *GROUPS, default=128),
+            bits=c.one_of("bits", *BITS),
+            group=c.one_of("group_size", *GROUPS, default=128),
             symmetric=c.get("sym", bool, True),
         )
         super().__init__("auto-round", scheme)
-        c.only("data_type", "int", default="int")
+        c.one_of("data_type", "int", default="int")
         _check_plain(c)
         self.packing_format = _packing_format(c)
         self._check_bits(c, scheme)
@@ -99,7 +99,7 @@ class AutoRound(IntWeightFormat):
         if bits >= PLAIN_BITS:
             c.ignore("data_type", "group_size", "sym", "packing_format")
             return None
-        if c.only("data_type", "int", "fp", "float", default="int") != "int":
+        if c.one_of("data_type", "int", "fp", "float", default="int") != "int":
             c.ignore("group_size", "sym", "packing_format")
             return None
         # overridden() reads desc_act too, but AutoRound does not reorder columns.
@@ -113,7 +113,7 @@ class AutoRound(IntWeightFormat):
                 "bits", scheme.bits, f"{AWQ_BITS} with {self.packing_format}", SUPPORTED_REMEDY
             )
 
-    def asked(self, module: CheckpointLinear) -> ModuleScheme:
+    def module_scheme(self, module: CheckpointLinear) -> ModuleScheme:
         # Exact names override patterns.
         for name in module.names:
             if name in self.extra:
@@ -138,7 +138,7 @@ class AutoRound(IntWeightFormat):
             return ModuleScheme(self.scheme, False, setting)
         return ModuleScheme(scheme, True, setting if exact else "")
 
-    def filled(
+    def weight_sinks(
         self, module: CheckpointLinear, weight: IntWeight, scheme: Scheme
     ) -> dict[str, WeightSink]:
         if self.packing_format in AS_AWQ:
@@ -157,14 +157,14 @@ def read(settings: Mapping[str, Any]) -> WeightFormat:
 
 def _check_plain(c: SettingsReader) -> None:
     """Raise CheckpointError if a weight consists of more than integers, scales and zero points."""
-    c.only("super_bits", None)
+    c.one_of("super_bits", None)
     for name in ROTATIONS:
-        c.only(name, None, [], {})
+        c.one_of(name, None, [], {})
 
 
 def _packing_format(c: SettingsReader) -> str:
     """Return the packing_format without a kernel name."""
-    name = c.called("packing_format", "backend")
+    name = c.present_name("packing_format", "backend")
     written = c.get(name, str, "auto_round:auto_gptq")
     packing_format = ":".join(part for part in written.split(":") if part not in KERNELS)
     known = (*STORED_LESS, *AS_AWQ)

@@ -48,24 +48,28 @@ SHIFTS = tuple(AWQ_BITS * ORDER.index(output) for output in range(CODES))
 
 
 class AWQ(IntWeightFormat):
-    """AWQ weight format. excluded: pattern that finds names of unquantized modules, or None."""
+    """AWQ weight format.
+
+    excluded: pattern that matches anywhere in the names of unquantized modules, or None. head:
+    whether lm_head is quantized.
+    """
 
     def __init__(self, c: SettingsReader) -> None:
         scheme = Scheme(
-            bits=c.only(c.called("bits", "w_bit"), AWQ_BITS),
-            group=c.only(c.called("group_size", "q_group_size"), *GROUPS, default=128),
+            bits=c.one_of(c.present_name("bits", "w_bit"), AWQ_BITS),
+            group=c.one_of(c.present_name("group_size", "q_group_size"), *GROUPS, default=128),
             symmetric=not c.get("zero_point", bool, True),
         )
         super().__init__("awq", scheme)
-        version = c.called("version", "checkpoint_format", "format")
-        c.only(version, "gemm", "GEMM", default="gemm")
-        c.only("pack_dtype", "int32", default="int32")
+        version = c.present_name("version", "checkpoint_format", "format")
+        c.one_of(version, "gemm", "GEMM", default="gemm")
+        c.one_of("pack_dtype", "int32", default="int32")
         listed = c.names("modules_to_not_convert")
         # AutoAWQ looks for an entry anywhere in a name.
         self.excluded = re.compile("|".join(map(re.escape, listed))) if listed else None
         self.head = c.get("lm_head", bool, False)
 
-    def asked(self, module: CheckpointLinear) -> ModuleScheme:
+    def module_scheme(self, module: CheckpointLinear) -> ModuleScheme:
         pattern = self.excluded
         parts = (pattern.search(name) for name in module.names if pattern is not None)
         part = next((part[0] for part in parts if part is not None), None)
@@ -75,7 +79,7 @@ class AWQ(IntWeightFormat):
         head = module.path == "lm_head"
         return ModuleScheme(self.scheme, self.head if head else not is_usually_unquantized(module))
 
-    def filled(
+    def weight_sinks(
         self, module: CheckpointLinear, weight: IntWeight, scheme: Scheme
     ) -> dict[str, WeightSink]:
         return awq_sinks(module, weight)

@@ -135,12 +135,12 @@ class CompressedTensors(StoredWeightFormat):
     )
 
     def __init__(self, settings: SettingsReader) -> None:
-        self.format = settings.only("format", *FORMATS, MIXED, DENSE)
+        self.format = settings.one_of("format", *FORMATS, MIXED, DENSE)
         self.name = f"compressed-tensors-{self.format}"
         transforms = settings.get("transform_config", dict, {})
         if transforms:
             raise settings.error("transform_config", transforms, "none", SUPPORTED_REMEDY)
-        settings.part("sparsity_config").only("format", "dense", default="dense")
+        settings.part("sparsity_config").one_of("format", "dense", default="dense")
         self.left_out = Targets.read(settings, "ignore")
         parts = settings.parts("config_groups")
         if not parts and not settings.has(KV_SCHEME):
@@ -166,7 +166,7 @@ class CompressedTensors(StoredWeightFormat):
         ((rank, _), index) = min(ranked)
         chosen = self.groups[-index]
         setting = f"{groups}[{chosen.name!r}]"
-        return resolve_storage(module, chosen.storage, setting, of_all=rank == OF_ALL)
+        return resolve_storage(module, chosen.storage, setting, covers_all=rank == OF_ALL)
 
 
 def group(name: str, settings: SettingsReader, default: str) -> Group | None:
@@ -176,19 +176,19 @@ def group(name: str, settings: SettingsReader, default: str) -> Group | None:
     weights = settings.part("weights")
     if not settings.has("weights"):
         return None
-    kind = settings.only("format", *FORMATS, MIXED, default=default)
+    kind = settings.one_of("format", *FORMATS, MIXED, default=default)
     if kind == MIXED:
         kind = inferred(weights)
-    weights.only("dynamic", False, default=False)
+    weights.one_of("dynamic", False, default=False)
     return Group(name, named, FORMATS[kind](weights))
 
 
 def inferred(weights: SettingsReader) -> str:
     """Return the format of a group without one, in a checkpoint of several formats."""
-    kind = weights.only("type", "int", "float", default="int")
+    kind = weights.one_of("type", "int", "float", default="int")
     if kind == "int":
         return "pack-quantized"
-    return "float-quantized" if weights.only("num_bits", 4, 8) == 8 else "nvfp4-pack-quantized"
+    return "float-quantized" if weights.one_of("num_bits", 4, 8) == 8 else "nvfp4-pack-quantized"
 
 
 def strategy(weights: SettingsReader, *allowed: str) -> str:
@@ -201,13 +201,13 @@ def strategy(weights: SettingsReader, *allowed: str) -> str:
         if unit not in allowed:
             raise weights.error("strategy", unit, ", ".join(map(repr, allowed)), SUPPORTED_REMEDY)
         return unit
-    return weights.only("strategy", *allowed)
+    return weights.one_of("strategy", *allowed)
 
 
 def integers(weights: SettingsReader, in_words: bool) -> Storage:
     """Return the storage of integers, in words or int8."""
-    weights.only("type", "int", default="int")
-    bits = weights.only("num_bits", *((4, 8) if in_words else (8,)), default=8)
+    weights.one_of("type", "int", default="int")
+    bits = weights.one_of("num_bits", *((4, 8) if in_words else (8,)), default=8)
     known = ("channel", "group") if in_words else ("tensor", "channel", "group")
     grain = strategy(weights, *known)
     size = {"tensor": 0, "channel": -1}.get(grain)
@@ -215,35 +215,35 @@ def integers(weights: SettingsReader, in_words: bool) -> Storage:
         size = weights.get("group_size", int, 0)
         if not 1 <= size <= MAX_GROUP_SIZE:
             raise weights.error("group_size", size, f"1 to {MAX_GROUP_SIZE}", EDIT_REMEDY)
-    symmetric = weights.only("symmetric", True, False, default=True)
+    symmetric = weights.one_of("symmetric", True, False, default=True)
     allowed = (None, True, False, "group", "weight", "static", "dynamic")
-    ordered = weights.only("actorder", *allowed) in (True, "group", "dynamic")
+    ordered = weights.one_of("actorder", *allowed) in (True, "group", "dynamic")
     return IntStorage(bits, size, in_words, symmetric, ordered and grain == "group")
 
 
 def floats(weights: SettingsReader) -> Storage:
     """Return the storage of e4m3fn codes."""
-    weights.only("type", "float")
-    weights.only("num_bits", 8, default=8)
-    weights.only("symmetric", True, default=True)
+    weights.one_of("type", "float")
+    weights.one_of("num_bits", 8, default=8)
+    weights.one_of("symmetric", True, default=True)
     grain = strategy(weights, "tensor", "channel", "block")
     if grain == "block":
-        weights.only("block_structure", [FP8_BLOCK, FP8_BLOCK])
+        weights.one_of("block_structure", [FP8_BLOCK, FP8_BLOCK])
     return Fp8Storage("weight_scale", (grain,))
 
 
 def naive(weights: SettingsReader) -> Storage:
     """Return the storage of 8-bit integers or floats."""
-    kind = weights.only("type", "int", "float", default="int")
+    kind = weights.one_of("type", "int", "float", default="int")
     return floats(weights) if kind == "float" else integers(weights, in_words=False)
 
 
 def nvfp4(weights: SettingsReader) -> Storage:
     """Return the storage of e2m1 codes."""
-    weights.only("type", "float")
-    weights.only("num_bits", 4)
-    weights.only("symmetric", True, default=True)
-    weights.only("group_size", FP4_GROUP)
+    weights.one_of("type", "float")
+    weights.one_of("num_bits", 4)
+    weights.one_of("symmetric", True, default=True)
+    weights.one_of("group_size", FP4_GROUP)
     strategy(weights, "tensor_group", "group")
     return Fp4Storage("weight_packed", "weight_global_scale", divides=True)
 

@@ -49,10 +49,10 @@ class Fp8(StoredWeightFormat):
     )  # fmt: skip
 
     def __init__(self, settings: SettingsReader) -> None:
-        settings.only("fmt", "e4m3", default="e4m3")
-        settings.only("scale_fmt", None, "float", "ue8m0")
-        scheme = settings.only("activation_scheme", "dynamic", "static", default="dynamic")
-        block = settings.only("weight_block_size", None, [FP8_BLOCK, FP8_BLOCK])
+        settings.one_of("fmt", "e4m3", default="e4m3")
+        settings.one_of("scale_fmt", None, "float", "ue8m0")
+        scheme = settings.one_of("activation_scheme", "dynamic", "static", default="dynamic")
+        block = settings.one_of("weight_block_size", None, [FP8_BLOCK, FP8_BLOCK])
         self.settings = settings
         listed = {entry: name for name in LISTS for entry in settings.names(name)}
         self.left_out = {x: name for x, name in listed.items() if SPECIAL.isdisjoint(x)}
@@ -79,7 +79,7 @@ class Fp8(StoredWeightFormat):
         # Dummy weights: the head is plain in published checkpoints, whether they list it or not.
         if module.tensors is None and module.path == "lm_head":
             return None
-        return resolve_storage(module, self.storage_of_all, self._reason(), of_all=True)
+        return resolve_storage(module, self.storage_of_all, self._reason(), covers_all=True)
 
     def _left_out_by(self, module: CheckpointLinear) -> str | None:
         """Return the setting and its entry that exclude a module; None if none does."""

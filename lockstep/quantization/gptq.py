@@ -68,25 +68,25 @@ class GPTQ(IntWeightFormat):
 
     def __init__(self, c: SettingsReader) -> None:
         scheme = Scheme(
-            bits=c.only("bits", *BITS),
-            group=c.only("group_size", *GROUPS, default=-1),
+            bits=c.one_of("bits", *BITS),
+            group=c.one_of("group_size", *GROUPS, default=-1),
             symmetric=c.get("sym", bool, False),
             act_order=c.get("desc_act", bool, False),
             static=_static(c),
         )
         super().__init__("gptq", scheme)
-        written = c.called("checkpoint_format", "format")
-        self.stored_less = STORED_LESS[c.only(written, *STORED_LESS, default="gptq")]
-        c.only("pack_dtype", "int32", default="int32")
-        c.only("is_marlin_format", False, default=False)
-        c.only("rotation", None)
-        c.only("adapter", None)
+        written = c.present_name("checkpoint_format", "format")
+        self.stored_less = STORED_LESS[c.one_of(written, *STORED_LESS, default="gptq")]
+        c.one_of("pack_dtype", "int32", default="int32")
+        c.one_of("is_marlin_format", False, default=False)
+        c.one_of("rotation", None)
+        c.one_of("adapter", None)
         self.head = c.get("lm_head", bool, False)
         self.head_setting = f"{SETTINGS_PREFIX}lm_head={self.head}" if c.has("lm_head") else ""
         self.inside = c.names("modules_in_block_to_quantize")
         self.rules = [_rule(c, scheme, *entry) for entry in c.parts("dynamic").items()]
 
-    def asked(self, module: CheckpointLinear) -> ModuleScheme:
+    def module_scheme(self, module: CheckpointLinear) -> ModuleScheme:
         scheme = self.scheme
         # The first rule that matches decides, as in GPTQModel.
         for rule in self.rules:
@@ -102,7 +102,7 @@ class GPTQ(IntWeightFormat):
             return ModuleScheme(scheme, False, f"{SETTINGS_PREFIX}modules_in_block_to_quantize")
         return ModuleScheme(scheme, not is_usually_unquantized(module))
 
-    def filled(
+    def weight_sinks(
         self, module: CheckpointLinear, weight: IntWeight, scheme: Scheme
     ) -> dict[str, WeightSink]:
         return gptq_sinks(module, weight, scheme, self.stored_less)

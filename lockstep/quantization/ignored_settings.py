@@ -1,6 +1,6 @@
 """Settings of quantization_config that may be ignored, each with the reason why.
 
-Every other setting that the code of a weight format has not asked for is refused.
+Every other setting that the code of a weight format has not read is refused.
 """
 
 from collections.abc import Mapping

@@ -62,8 +62,8 @@ class Scheme:
         """Return the scheme with the settings of some modules applied."""
         return replace(
             self,
-            bits=c.only("bits", *BITS, default=self.bits),
-            group=c.only(group_name, *GROUPS, default=self.group),
+            bits=c.one_of("bits", *BITS, default=self.bits),
+            group=c.one_of(group_name, *GROUPS, default=self.group),
             symmetric=c.get("sym", bool, self.symmetric),
             act_order=c.get("desc_act", bool, self.act_order),
             static=c.get("static_groups", bool, self.static),
@@ -86,17 +86,17 @@ class ModuleScheme:
 class IntWeightFormat(WeightFormat):
     """Integer weight format that IntWeight stores, in the checkpoint's column order.
 
-    _asked: cache of the settings' answer per module; each is needed more than once.
+    _schemes: cache of the settings' answer per module; each is needed more than once.
     """
 
     def __init__(self, name: str, scheme: Scheme) -> None:
         self.name = f"{name}-{scheme.name}"
         self.scheme = scheme
-        self._asked: dict[tuple[str, ...], ModuleScheme] = {}
+        self._schemes: dict[tuple[str, ...], ModuleScheme] = {}
 
     @abstractmethod
-    def asked(self, module: CheckpointLinear) -> ModuleScheme:
-        """Return what the settings say about the module."""
+    def module_scheme(self, module: CheckpointLinear) -> ModuleScheme:
+        """Return the scheme that the settings give the module."""
 
     def scheme_of(self, module: CheckpointLinear) -> Scheme | None:
         """Return the scheme of a quantized module; None for a plain one.
@@ -104,9 +104,9 @@ class IntWeightFormat(WeightFormat):
         Raises:
             CheckpointError: tensors and settings contradict each other.
         """
-        answer = self._asked.get(module.names)
+        answer = self._schemes.get(module.names)
         if answer is None:
-            answer = self._asked[module.names] = self.asked(module)
+            answer = self._schemes[module.names] = self.module_scheme(module)
         if module.tensors is None:
             return answer.scheme if answer.quantized else None
         sidecars = SIDECARS & module.tensors.keys()
@@ -138,13 +138,13 @@ class IntWeightFormat(WeightFormat):
     def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         scheme = self.scheme_of(module)
         assert isinstance(weight, IntWeight) and scheme is not None, "the layout said so"
-        sinks = self.filled(module, weight, scheme)
+        sinks = self.weight_sinks(module, weight, scheme)
         if "bias" in (module.tensors or ()):
             sinks["bias"] = _no_bias(module, weight)
         return sinks
 
     @abstractmethod
-    def filled(
+    def weight_sinks(
         self, module: CheckpointLinear, weight: IntWeight, scheme: Scheme
     ) -> dict[str, WeightSink]:
         """Return the sinks of the module's quantized weight."""

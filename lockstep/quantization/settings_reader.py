@@ -53,18 +53,18 @@ class RecordedSettings(dict[str, Any]):
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__(settings)
-        self.asked: set[str] = set()
+        self.names_read: set[str] = set()
 
     def get(self, name: str, default: Any = None) -> Any:
-        self.asked.add(name)
+        self.names_read.add(name)
         return super().get(name, default)
 
     def __getitem__(self, name: str) -> Any:
-        self.asked.add(name)
+        self.names_read.add(name)
         return super().__getitem__(name)
 
     def __contains__(self, name: object) -> bool:
-        self.asked.add(str(name))
+        self.names_read.add(str(name))
         return super().__contains__(name)
 
 
@@ -83,7 +83,7 @@ class SettingsReader:
         """Return whether the setting is present."""
         return name in self.raw
 
-    def called(self, *names: str) -> str:
+    def present_name(self, *names: str) -> str:
         """Return the first of a setting's names that is present, or the first name."""
         return next((name for name in names if name in self.raw), names[0])
 
@@ -98,7 +98,7 @@ class SettingsReader:
             raise self.error(name, value, f"a value of type {kind.__name__}", EDIT_REMEDY)
         return value
 
-    def only(self, name: str, *allowed: Any, default: Any = None) -> Any:
+    def one_of(self, name: str, *allowed: Any, default: Any = None) -> Any:
         """Return the setting, which must be one of `allowed`; absent counts as `default`."""
         value = self.raw.get(name, default)
         if not any(type(value) is type(one) and value == one for one in allowed):
@@ -140,21 +140,21 @@ class SettingsReader:
         """Return a reader of the same settings, but for one value."""
         reader = SettingsReader({**self.raw, name: value}, self.within)
         # Shared: a setting that the copy reads counts as read here too.
-        reader.raw.asked = self.raw.asked
+        reader.raw.names_read = self.raw.names_read
         return reader
 
     def ignore(self, *names: str) -> None:
         """Mark settings as read that other settings of the same object leave without effect."""
-        self.raw.asked.update(names)
+        self.raw.names_read.update(names)
 
     def refuse_unread(self, without_effect: Mapping[str, str]) -> None:
-        """Raise CheckpointError for a setting that no code has asked for and that may matter.
+        """Raise CheckpointError for a setting that no code has read and that may matter.
 
         Settings within the objects that part() and parts() returned are checked too.
         without_effect: names of settings that may be ignored, each with the reason.
         """
         for name, value in self.raw.items():
-            harmless = name in self.raw.asked or name in without_effect or name.startswith("_")
+            harmless = name in self.raw.names_read or name in without_effect or name.startswith("_")
             if harmless or is_switched_off(value):
                 continue
             raise self.error(
@@ -185,7 +185,7 @@ def read_strictly(
 ) -> T:
     """Return what `build` makes of the settings of a format (kind: its name in BY_FORMAT).
 
-    Raises CheckpointError for a setting that may matter and that `build` has not asked for.
+    Raises CheckpointError for a setting that may matter and that `build` has not read.
     """
     reader = SettingsReader(settings)
     weight_format = build(reader)

@@ -101,16 +101,17 @@ class StoredWeightFormat(WeightFormat):
 
 
 def resolve_storage(
-    module: CheckpointLinear, expected: Storage | None, setting: str, *, of_all: bool = False
+    module: CheckpointLinear, expected: Storage | None, setting: str, *, covers_all: bool = False
 ) -> Storage | None:
     """Return the storage that the settings give a linear layer, checked against its tensors.
 
     Args:
         expected: the storage according to the settings, None for a plain weight.
         setting: the setting that says so, for messages.
-        of_all: the setting covers all linear layers and names none. Experts may then be plain
-            (EXPERT_PATH), as may layers that are usually unquantized. Without files NOT_NN_LINEAR
-            are plain.
+        covers_all: the setting covers all linear layers and names none. Experts may then be plain
+            (EXPERT_PATH), as may layers that are usually unquantized.
+
+    Without files (dummy weights) modules of NOT_NN_LINEAR are plain.
 
     Raises:
         CheckpointError: the tensors contradict the settings.
@@ -130,7 +131,7 @@ def resolve_storage(
         if (
             weight is None
             or is_usually_unquantized(module)
-            or (of_all and EXPERT_PATH in module.path)
+            or (covers_all and EXPERT_PATH in module.path)
         ):
             return None
         raise contradiction_error(module, f"{setting} asks for {needed}")
@@ -163,14 +164,14 @@ def enclosing_modules(name: str) -> Iterator[str]:
 class Fp8Storage(Storage):
     """FP8 weight: `weight` e4m3fn [N, K], and scales that multiply it.
 
-    scale: suffix of the scales; also: an alternative suffix. grains: units that may share a scale:
-    "tensor", "channel" or "block" of FP8_BLOCK rows and columns. Block scales are [R, C] or [R, 1,
-    C, 1].
+    scale: suffix of the scales. other_scale: an alternative suffix. scale_units: parts of the
+    weight that may share a scale: "tensor", "channel" (an output column) or "block" of FP8_BLOCK
+    rows and columns. Block scales are [R, C] or [R, 1, C, 1].
     """
 
     scale: str
-    grains: tuple[str, ...]
-    also: str = ""
+    scale_units: tuple[str, ...]
+    other_scale: str = ""
 
     def needs(self, module: CheckpointLinear) -> tuple[str, ...]:
         return ("weight", self._suffix(module))
@@ -181,19 +182,25 @@ class Fp8Storage(Storage):
         # weight, so it takes a scale per row.
         edges = [edge for pair in module.ranges for edge in pair]
         whole_blocks = all(edge % FP8_BLOCK == 0 for edge in (module.outputs, *edges))
-        if "block" not in self.grains:
+        if "block" not in self.scale_units:
             return Layout.of(Fp8Weight, block_n=1, block_k=module.inputs)
         return Layout.of(Fp8Weight, block_n=FP8_BLOCK if whole_blocks else 1, block_k=FP8_BLOCK)
 
     def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         assert isinstance(weight, Fp8Weight)
         (n, k) = (module.whole_outputs, module.inputs)
-        shapes = {"tensor": [(), (1,), (1, 1)], "channel": [(n, 1), (n,)], "block": blocks(n, k)}
-        known = [shape for grain in self.grains for shape in shapes[grain]]
+        shapes = {
+            "tensor": [(), (1,), (1, 1)],
+            "channel": [(n, 1), (n,)],
+            "block": block_scale_shapes(n, k),
+        }
+        known = [shape for unit in self.scale_units for shape in shapes[unit]]
         scale = self._suffix(module)
         return {
-            "weight": WeightSink((n, k), (torch.float8_e4m3fn,), weight.device, eight_bits(weight)),
-            scale: sink(
+            "weight": WeightSink(
+                (n, k), (torch.float8_e4m3fn,), weight.device, byte_filler(weight)
+            ),
+            scale: finite_sink(
                 module,
                 scale,
                 known,
@@ -201,29 +208,33 @@ class Fp8Storage(Storage):
                 weight.device,
                 lambda x: self._scale(module, weight, x),
                 # A block's scales are few: the fill picks the rows of this rank.
-                None if "block" in self.grains else 0,
+                None if "block" in self.scale_units else 0,
             ),
         }
 
     def _suffix(self, module: CheckpointLinear) -> str:
         """Return the suffix that the layer's scales have."""
         tensors = module.tensors or {}
-        return self.also if self.also in tensors and self.scale not in tensors else self.scale
+        return (
+            self.other_scale
+            if self.other_scale in tensors and self.scale not in tensors
+            else self.scale
+        )
 
     def _scale(self, module: CheckpointLinear, weight: Fp8Weight, scales: Tensor) -> None:
         """Fill the scales from the checkpoint's: block scales arrive unsliced."""
-        if "block" not in self.grains:
+        if "block" not in self.scale_units:
             weight.scales.copy_(scales.float().view(-1, 1))
             return
         n = module.whole_outputs
         unit = FP8_BLOCK if weight.block_n == 1 else 1
-        rows = by_row(scales.float().view(-(-n // FP8_BLOCK), -1), n, unit)
+        rows = expand_to_rows(scales.float().view(-(-n // FP8_BLOCK), -1), n, unit)
         step = weight.block_n
-        picked = [rows[begin // step : end // step] for begin, end in module.ranges]
-        weight.scales.copy_(torch.cat(picked) if picked else rows)
+        row_slices = [rows[begin // step : end // step] for begin, end in module.ranges]
+        weight.scales.copy_(torch.cat(row_slices) if row_slices else rows)
 
 
-def blocks(n: int, k: int) -> list[tuple[int, ...]]:
+def block_scale_shapes(n: int, k: int) -> list[tuple[int, ...]]:
     """Return the possible shapes of the block scales of a weight [n, k]."""
     rows = -(-n // FP8_BLOCK)
     columns = -(-k // FP8_BLOCK)
@@ -236,7 +247,8 @@ class Fp4Storage(Storage):
     16].
 
     One factor scales the whole weight, as a multiplier or a divisor; a divisor's reciprocal is
-    taken once, in fp32. weight, factor: suffixes of the codes and the factor.
+    taken once, in fp32. weight, factor: suffixes of the codes and the factor. divides: whether the
+    factor is a divisor.
     """
 
     weight: str
@@ -256,12 +268,12 @@ class Fp4Storage(Storage):
         scales: list[tuple[int, ...]] = [(n, -(-k // FP4_GROUP))]
         fp8 = (torch.float8_e4m3fn,)
         return {
-            self.weight: WeightSink((n, -(-k // 2)), (torch.uint8,), device, nibbled(weight)),
-            "weight_scale": sink(
+            self.weight: WeightSink((n, -(-k // 2)), (torch.uint8,), device, nibble_filler(weight)),
+            "weight_scale": finite_sink(
                 module, "weight_scale", scales, fp8, device,
                 lambda x: weight.scales.copy_(x.view(torch.uint8)),
             ),
-            self.factor: sink(
+            self.factor: finite_sink(
                 module, self.factor, [(), (1,), (1, 1)], (torch.float32,), device,
                 lambda x: self._factor(module, weight, x.view(())),
             ),
@@ -322,29 +334,33 @@ class IntStorage(Storage):
         device = weight.device
         scales = [(n, *weight.scales.shape[1:])] if self.group else [(1,), (), (1, 1)]
         sinks = {
-            "weight_scale": sink(
+            "weight_scale": finite_sink(
                 module, "weight_scale", scales, FLOAT_DTYPES, device,
                 lambda x: weight.scales.copy_(x.view(-1, x.shape[-1] if x.dim() else 1)),
             )
         }  # fmt: skip
         if self.in_words:
             shape = (n, -(-k * self.bits // 32))
-            fill = nibbled(weight) if self.bits == 4 else eight_bits(weight)
+            fill = nibble_filler(weight) if self.bits == 4 else byte_filler(weight)
             sinks["weight_packed"] = WeightSink(shape, (torch.int32,), device, fill)
             sinks["weight_shape"] = WeightSink(
                 (2,),
                 (torch.int64, torch.int32),
                 torch.device("cpu"),
-                lambda x: shaped(module, x),
+                lambda x: check_shape(module, x),
                 None,
             )
         else:
-            sinks["weight"] = WeightSink((n, k), (torch.int8,), device, eight_bits(weight, 128))
+            sinks["weight"] = WeightSink((n, k), (torch.int8,), device, byte_filler(weight, 128))
         if weight.zeros is not None:
             sinks["weight_zero_point"] = self._zeros(module, weight, scales)
         if weight.g_idx is not None:
             sinks["weight_g_idx"] = WeightSink(
-                (k,), (torch.int32, torch.int64), device, lambda x: order(module, weight, x), None
+                (k,),
+                (torch.int32, torch.int64),
+                device,
+                lambda x: fill_g_idx(module, weight, x),
+                None,
             )
         return sinks
 
@@ -358,14 +374,14 @@ class IntStorage(Storage):
         assert weight.zeros is not None
         zeros = weight.zeros
         (n, groups) = zeros.shape
-        in_words = self.in_words and stored_as(module, "weight_zero_point", "I32")
+        in_words = self.in_words and has_dtype(module, "weight_zero_point", "I32")
         words = -(-module.whole_outputs * self.bits // 32)
         shapes: list[tuple[int, ...]] = [(words, groups)] if in_words else scales
         middle = 2 ** (self.bits - 1)
 
         def fill(stored: Tensor) -> None:
             if in_words:
-                zeros.copy_(along_n(stored, self.bits, n))
+                zeros.copy_(unpack_along_n(stored, self.bits, n))
                 return
             codes = stored.short() + middle
             if not bool(((codes >= 0) & (codes < 2**self.bits)).all()):
@@ -375,10 +391,12 @@ class IntStorage(Storage):
 
         dtype = torch.int32 if in_words else torch.int8
         unit = 32 // self.bits if in_words else 1
-        return sink(module, "weight_zero_point", shapes, (dtype,), weight.device, fill, 0, unit)
+        return finite_sink(
+            module, "weight_zero_point", shapes, (dtype,), weight.device, fill, 0, unit
+        )
 
 
-def sink(
+def finite_sink(
     module: CheckpointLinear,
     suffix: str,
     shapes: list[tuple[int, ...]],
@@ -404,7 +422,7 @@ def sink(
     return WeightSink(shape, dtypes, device, check, axis, outputs_per_element)
 
 
-def stored_as(module: CheckpointLinear, suffix: str, dtype: str) -> bool:
+def has_dtype(module: CheckpointLinear, suffix: str, dtype: str) -> bool:
     """Return whether a tensor of the layer has this safetensors dtype."""
     info = None if module.tensors is None else module.tensors.get(suffix)
     return info is None or info.dtype == dtype
@@ -415,7 +433,7 @@ def scale_dtype(info: TensorInfo | None) -> torch.dtype:
     return torch.bfloat16 if info is None else SCALE_DTYPES.get(info.dtype, torch.float32)
 
 
-def by_row(scales: Tensor, n: int, block: int) -> Tensor:
+def expand_to_rows(scales: Tensor, n: int, block: int) -> Tensor:
     """Expand scales [R, C] of row blocks to [n, C]."""
     return scales.repeat_interleave(block, 0)[:n]
 
@@ -425,7 +443,7 @@ def nibbles(data: Tensor) -> Tensor:
     return torch.stack((data & 15, data >> 4), -1).flatten(-2)
 
 
-def nibbled(weight: QuantizedWeight) -> Callable[[Tensor], None]:
+def nibble_filler(weight: QuantizedWeight) -> Callable[[Tensor], None]:
     """Return a function that fills a weight from 4-bit codes, lowest bits first."""
 
     def fill(stored: Tensor) -> None:
@@ -437,7 +455,7 @@ def nibbled(weight: QuantizedWeight) -> Callable[[Tensor], None]:
     return fill
 
 
-def eight_bits(weight: QuantizedWeight, offset: int = 0) -> Callable[[Tensor], None]:
+def byte_filler(weight: QuantizedWeight, offset: int = 0) -> Callable[[Tensor], None]:
     """Return a function that fills a weight from 8-bit codes in bytes or words.
 
     offset: added modulo 256; 128 turns signed integers into codes.
@@ -452,7 +470,7 @@ def eight_bits(weight: QuantizedWeight, offset: int = 0) -> Callable[[Tensor], N
     return fill
 
 
-def along_n(words: Tensor, bits: int, n: int) -> Tensor:
+def unpack_along_n(words: Tensor, bits: int, n: int) -> Tensor:
     """Unpack int32 [W, G] that packs codes along N, lowest bits first, to uint8 [n, G]."""
     # The bytes of a little-endian word are its codes from the lowest bits on.
     data = words.t().contiguous().view(torch.uint8)
@@ -460,7 +478,7 @@ def along_n(words: Tensor, bits: int, n: int) -> Tensor:
     return codes[:, :n].t()
 
 
-def shaped(module: CheckpointLinear, stored: Tensor) -> None:
+def check_shape(module: CheckpointLinear, stored: Tensor) -> None:
     """Check `weight_shape` against the layer's shape."""
     if stored.tolist() != [module.whole_outputs, module.inputs]:
         expected = [module.whole_outputs, module.inputs]
@@ -468,7 +486,7 @@ def shaped(module: CheckpointLinear, stored: Tensor) -> None:
         raise damaged_error(module, "weight_shape", fault)
 
 
-def order(module: CheckpointLinear, weight: IntWeight, groups_of_columns: Tensor) -> None:
+def fill_g_idx(module: CheckpointLinear, weight: IntWeight, groups_of_columns: Tensor) -> None:
     """Copy the group of each column; all -1 means that columns are in order."""
     assert weight.g_idx is not None
     groups = weight.scales.shape[1]

@@ -2,11 +2,13 @@
 
 
 def split_budget(remaining: list[int], budget: int, grain: int) -> list[int]:
-    """Return equal shares of `budget` tokens in whole grains; short prompts leave theirs to longer
-    ones.
+    """Return the tokens that each prompt computes in this step.
 
-    Requires budget >= len(remaining) * grain. Every share is a multiple of the grain, or all that
-    remains of its prompt; it is at least a grain or all that remains.
+    The shares are equal, except that a prompt with less than its share leaves the rest to longer
+    prompts. Every share is a positive multiple of the grain, or all that remains of its prompt.
+
+    remaining: tokens that each prompt has not computed yet. budget: tokens of the step; at least
+    len(remaining) * grain. grain: tokens between two positions where a chunk may end.
     """
     shares = [0] * len(remaining)
     order = sorted(range(len(remaining)), key=lambda i: remaining[i])

@@ -26,7 +26,7 @@ ACCEPTANCE_MEMORY = 48
 PRIOR_ACCEPTANCE = 0.5
 """Assumed acceptance of the first draft before any was observed."""
 PRIOR_ROWS = 2.0
-"""Rows of observation that the assumed acceptance draft_lengths as."""
+"""Observed rows that the assumed acceptance weighs as much as."""
 SWITCH_FACTOR = 1.02
 """Expected speed-up from which another draft length is chosen."""
 COST_SAMPLES = 3
@@ -183,14 +183,14 @@ class Costs:
         cost.seen += 1
         known = cost.null + cost.extra
         # Clamped: one disturbed step must not move a cost far.
-        new = min(max(median_low(streak.latest) - known, -MAX_JUMP * known), MAX_JUMP * known)
+        change = min(max(median_low(streak.latest) - known, -MAX_JUMP * known), MAX_JUMP * known)
         if cost.seen <= COST_SAMPLES:
             cost.extra = min(streak.latest) - cost.null
         elif streak.steps == COST_SAMPLES:
-            cost.extra += OWN_RATE * new
+            cost.extra += OWN_RATE * change
         elif streak.steps > COST_SAMPLES:
             for other in costs.values():
-                other.extra += SHARED_RATE * new if other.seen else 0.0
+                other.extra += SHARED_RATE * change if other.seen else 0.0
 
     def ms(self, rows: int) -> dict[int, float]:
         """Return draft length -> estimated ms."""
@@ -248,8 +248,9 @@ class Acceptance:
 class AdaptiveDraftLength:
     """Policy with the most expected tokens per ms, as far as the balance allows.
 
-    steps_left: of the current trial. due: by rows, steps until the cost without drafts is measured
-    again; negative during a measurement.
+    balance: ms gained (positive) or lost against steps without drafts, plus the trial budget. mark:
+    balance at the start of the current trial. steps_left: of the current trial. due: by rows, steps
+    until the cost without drafts is measured again; 0 or less during a measurement.
     """
 
     def __init__(self, draft_lengths: tuple[int, ...], costs: Costs) -> None:
@@ -275,8 +276,8 @@ class AdaptiveDraftLength:
             return 0
         ms = self.costs.ms(rows)
         best = self._best(ms)
-        over = not (best or self.steps_left or self.balance > self.mark)
-        if self.num_drafts and (over or self.balance < -self._loss(ms)):
+        trial_failed = not (best or self.steps_left or self.balance > self.mark)
+        if self.num_drafts and (trial_failed or self.balance < -self._loss(ms)):
             self.num_drafts = 0
             self.balance = min(self.balance, 0.0)
         elif self.num_drafts or self.balance >= self._price(ms):
@@ -302,7 +303,7 @@ class AdaptiveDraftLength:
         self.balance = min(self.balance, MAX_SAVED_LOSSES * self._loss(cost))
 
     def _count_due(self, rows: int, num_drafts: int) -> None:
-        """Count down to the next measurement without drafts, or num_drafts its steps below 0."""
+        """Count down to the next measurement without drafts; count its own steps below 0."""
         due = self.due.get(rows, 0)
         if due > 0:
             self.due[rows] = due - 1 if num_drafts else self._steps_until_due(rows)
@@ -318,6 +319,10 @@ class AdaptiveDraftLength:
         )
 
     def _best(self, ms: dict[int, float]) -> int:
+        """Return the draft length with the most expected tokens per ms.
+
+        The current one stays unless another is better by SWITCH_FACTOR.
+        """
         rates = {k: self.acceptance.length(k) / ms[k] for k in self.draft_lengths}
         best = max(rates, key=lambda k: rates[k])
         return best if rates[best] > SWITCH_FACTOR * rates[self.num_drafts] else self.num_drafts

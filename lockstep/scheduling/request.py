@@ -10,22 +10,23 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.grammar import Grammar
 
 NO_TOKEN = (
-    "the model gave no token to go on with: its logits held a NaN or an infinity, or all tokens "
-    "were banned. What came before stands, and other requests are not affected. Check the "
+    "the model has no next token: its logits contain a NaN or an infinity, or all tokens are "
+    "banned. The tokens before it are valid, and other requests are not affected. Check the "
     "checkpoint and its dtype, or ban fewer tokens."
 )
 
 
 @dataclass(eq=False)
 class Request:
-    """State of a request with n=1; n > 1 becomes several requests above the engine.
+    """State of a request with n=1; the client splits a call with n > 1 into n requests.
 
-    priority: lower runs sooner, under the policy "priority". seed: always set, even where the user
-    gave none. max_len: maximum tokens of prompt and answer together; set by the scheduler.
-    finish_reason: stop, length, abort or error once it has ended; error: then the message for the
-    client. stop_reason: the stop token id of the user that ended it. cache_salt: prefixes are
-    shared among requests of the same salt only. grammar: constraint of the answer. speculate:
-    verify drafts; the tokens are the same without. token_sources: one per token of the answer.
+    priority: lower runs sooner, under the policy "priority". arrival: seconds of time.monotonic().
+    seed: always set, even where the user gave none. cache_salt: prefixes are shared among requests
+    of the same salt only. grammar: constraint of the answer. speculate: whether to verify drafts;
+    the tokens are the same either way. max_len: maximum tokens of prompt and answer together; set
+    by the scheduler. token_sources: one per token of the answer. finish_reason: stop, length, abort
+    or error once the request has ended. stop_reason: the id in stop_token_ids that ended it. error:
+    message for the client where finish_reason is "error".
     """
 
     id: str
@@ -68,7 +69,7 @@ class Request:
 
     @property
     def max_total_tokens(self) -> int:
-        """Return the number of tokens of prompt and answer at which it ends with "length"."""
+        """Return the tokens of prompt and answer at which the request ends with "length"."""
         max_tokens = self.params.max_tokens
         if max_tokens is None:
             return self.max_len
@@ -85,17 +86,17 @@ class Request:
         for index, token in enumerate(tokens):
             if self.finish_reason is not None:
                 return index
-            if token < 0:  # the target had no token: NaN logits, or everything masked
+            if token < 0:  # the target had no token: non-finite logits, or everything masked
                 self.finish_reason = "error"
                 self.error = self.grammar_fault or NO_TOKEN
                 return index
             self.output_token_ids.append(token)
             if logprobs is not None:
                 self.logprobs.append(logprobs[index])
-            self._judge(token)
+            self._set_finish_reason(token)
         return len(tokens)
 
-    def _judge(self, token: int) -> None:
+    def _set_finish_reason(self, token: int) -> None:
         """Set finish_reason where the latest token ends the request."""
         if len(self.output_token_ids) > self.params.min_tokens:
             if token in (self.params.stop_token_ids or ()):

@@ -48,9 +48,10 @@ class RowSpec:
 
 @dataclass
 class Admission:
-    """A request gets a row, whose first `start` tokens are cached.
+    """Assignment of a row to a request whose first `start` tokens are cached.
 
-    state_src: slot of the snapshot that the row resumes from; 0 for none.
+    pages: pages of the row's first tokens, in order. state_slot: slot of the row's recurrent state,
+    0 without one. state_src: slot of the snapshot that the row resumes from; 0 for none.
     """
 
     row: int
@@ -80,7 +81,10 @@ class PromptChunk:
 
 @dataclass
 class Swap:
-    """A preempted row moves to host memory, or comes back into fresh pages and a fresh slot."""
+    """Move of a preempted row to host memory, or back to the device.
+
+    pages, state_slot: those that the row leaves, or the fresh ones that it comes back to.
+    """
 
     row: int
     request_id: str
@@ -99,7 +103,7 @@ class PageGrant:
 
 @dataclass(frozen=True)
 class MaskedRow:
-    """A row of a step whose next tokens a grammar masks.
+    """Row of a step whose next tokens a grammar masks.
 
     num_known: tokens of prompt and answer that the grammar has accepted.
     """

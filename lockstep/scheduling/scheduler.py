@@ -244,7 +244,7 @@ class Scheduler:
         rows.update(self._plan_prompt(plan))
         if rows:
             self.launched[plan.tick] = rows
-        plan.evicted, plan.fetched = self.cache.settle()
+        plan.evicted, plan.fetched = self.cache.end_schedule()
         return plan
 
     def context(self, schedule: Schedule) -> int:

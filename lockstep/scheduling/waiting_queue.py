@@ -1,4 +1,4 @@
-"""The requests that wait for a row, ordered by priority and arrival."""
+"""Queue of the requests that wait for a row, ordered by priority and arrival."""
 
 import heapq
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ Key = tuple[int, int]
 
 
 class Keyed(Protocol):
-    """An entry of the queue. Its key never changes."""
+    """Entry of the queue. Its key never changes."""
 
     key: Key
 
@@ -17,14 +17,14 @@ class Keyed(Protocol):
 EntryT = TypeVar("EntryT", bound=Keyed)
 
 MIN_STALE_KEYS = 64
-"""Removed keys that the heap keeps at least, so that a short queue is not rebuilt all the time."""
+"""Removed keys that the heap may always contain, so that a short queue is not rebuilt often."""
 
 
 class WaitingQueue(Generic[EntryT]):
-    """A priority queue whose push, pop and remove take O(log n) time, amortized.
+    """Priority queue whose push, head and remove take O(log n) time, amortized.
 
     The heap contains keys only. The key of a removed entry stays in it until it reaches the top,
-    or until removed keys outnumber the rest; `_entries` says which keys count.
+    or until removed keys outnumber the rest. A key is valid if `_entries` has it.
     """
 
     def __init__(self) -> None:

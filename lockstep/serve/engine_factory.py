@@ -5,7 +5,7 @@ from collections.abc import Callable
 from lockstep.config import EngineConfig
 from lockstep.engine.engine import Engine
 from lockstep.engine.engine_process import MakeGrammar
-from lockstep.llm import hosted_engine
+from lockstep.llm import build_remote_engine
 from lockstep.serve.telemetry.logs import LogFormat, configure_logs
 from lockstep.text.settings import TextSettings
 
@@ -16,6 +16,6 @@ def engine_factory(
     log_format: LogFormat,
     progress: Callable[[str, int, int], None],
 ) -> tuple[Engine, MakeGrammar]:
-    """Return hosted_engine() of these settings; the process logs in the format of the server."""
+    """Build the engine of these settings; the process logs in the format of the server."""
     configure_logs(log_format)
-    return hosted_engine(config, text, progress)
+    return build_remote_engine(config, text, progress)

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field
 
 from lockstep.sampling_params import MAX_LOGPROBS
 from lockstep.serve.telemetry.logs import LogFormat
-from lockstep.settings import TUPLE_OF_LIST, Settings, setting, size_in
+from lockstep.settings import LIST_TO_TUPLE, Settings, setting, size_in
 
 # Limits against slips of the keyboard: a day, a GiB, and more than any machine can serve.
 MAX_SECONDS = 86_400.0
@@ -17,7 +17,7 @@ MAX_CONNECTIONS = 65_536
 
 Seconds = Annotated[float, Field(ge=0.001, le=MAX_SECONDS)]
 _none_is_empty = BeforeValidator(lambda names: () if names is None else names)
-Names = Annotated[tuple[str, ...], TUPLE_OF_LIST, _none_is_empty]
+Names = Annotated[tuple[str, ...], LIST_TO_TUPLE, _none_is_empty]
 Collector = Annotated[str, Field(max_length=2000, pattern=r"^https?://[^\s/]+(/\S*)?$")]
 
 
@@ -33,6 +33,9 @@ class ServerSettings(Settings):
         remedy="Choose another with --port.",
     )
     uds: str | None = setting(None, "Unix socket to listen on, instead of a port")
+    headless: bool = setting(
+        False, "start no HTTP server, as every node but --node-rank 0 does anyway"
+    )
     root_path: Annotated[str, Field(pattern=r"^(/[^?#\s]*[^?#\s/])?$")] = setting(
         "",
         "path prefix under which a proxy publishes the server, e.g. /llm",

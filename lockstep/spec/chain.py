@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.kernels.drafting import mtp_inputs, next_draft_step
 from lockstep.spec.drafter import DraftContext, no_drafts
-from lockstep.step import NEVER, StepContext, StepShape, Verdict
+from lockstep.step import NEVER_FLUSH, StepContext, StepShape, Verdict
 
 
 def passes(rows: int, tokens: int, num_drafts: int) -> tuple[int, ...]:
@@ -52,7 +52,7 @@ class ChainDrafter:
         state = c.module.begin(hidden, aux_hidden_states)
         # The module must still write KV: later drafts attend to these positions.
         if not num_drafts:
-            self.keep(step, next_tokens, state)
+            self.write_cache(step, next_tokens, state)
             return
         state = self.first(step, next_tokens, last, state)
         for k in range(num_drafts):
@@ -63,12 +63,12 @@ class ChainDrafter:
             step = self.on(step, tokens, k, self.shift)
             at = step.sample_at
 
-    def keep(self, step: StepContext, next_tokens: Tensor, state: Tensor) -> None:
+    def write_cache(self, step: StepContext, next_tokens: Tensor, state: Tensor) -> None:
         """Write the keys and values of the step's tokens. next_tokens [T]: one after each token."""
-        self.context.module.keep(next_tokens, state, step)
+        self.context.module.write_cache(next_tokens, state, step)
 
     def first(self, step: StepContext, next_tokens: Tensor, last: Tensor, state: Tensor) -> Tensor:
-        """Do what keep() does, and return the states [S, ...] of the first drafts.
+        """Do what write_cache() does, and return the states [S, ...] of the first drafts.
 
         last [S]: index into T of each row's last committed position.
         """
@@ -84,4 +84,6 @@ class ChainDrafter:
         )
         shape = StepShape.uniform(step.shape.rows, 1)
         # Drafts may be rejected, so their pass must not write recurrent state.
-        return replace(step, shape=shape, logit_rows=slice(None), flush=NEVER, **vars(tensors))
+        return replace(
+            step, shape=shape, logit_rows=slice(None), flush=NEVER_FLUSH, **vars(tensors)
+        )

@@ -37,7 +37,7 @@ class SpeculativeConfig(Settings):
     )
     adaptive: bool = setting(
         True,
-        "bring as many drafts in each step, up to K, as pay at the running acceptance",
+        "choose the drafts of each step, up to K, that are fastest at the running acceptance",
         remedy="Choose true, or false for the same number of drafts in every step.",
     )
     synthetic_acceptance: Annotated[float, Field(ge=0.0, le=1.0)] | None = setting(

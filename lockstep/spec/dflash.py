@@ -16,7 +16,7 @@ from lockstep.models.dflash import BlockCheckpoint, BlockDraftModel, Config
 from lockstep.quantization import read_weight_format
 from lockstep.spec.drafter import DraftContext, DraftModule
 from lockstep.spec.options import FolderOptions
-from lockstep.step import NEVER, StepContext, StepShape, Verdict
+from lockstep.step import NEVER_FLUSH, StepContext, StepShape, Verdict
 
 NEEDS_MODULE = True
 Options = FolderOptions
@@ -43,8 +43,8 @@ def build(options: Any, checkpoint: Checkpoint, target: Any, build: BuildContext
         )
     tensors = None if build.tensors is None else draft.tensors()
     weight_format = read_weight_format(draft.quantization(), None)
-    context = build.reading(tensors, draft.prefixes, weight_format)
-    context.named = "draft."
+    context = build.for_checkpoint(tensors, draft.prefixes, weight_format)
+    context.name_prefix = "draft."
     return BlockDraftModel(target, context, config, draft)
 
 
@@ -74,7 +74,7 @@ class BlockDrafter:
         """
         c = self.context
         state = c.module.begin(hidden, aux_hidden_states)
-        c.module.keep(step.token_ids, state, step)  # KV of the verified tokens
+        c.module.write_cache(step.token_ids, state, step)  # KV of the verified tokens
         num_drafts = step.shape.next_drafts
         if not num_drafts:
             return
@@ -98,7 +98,7 @@ class BlockDrafter:
             step,
             shape=StepShape.uniform(step.shape.rows, width),
             logit_rows=slice(None),
-            flush=NEVER,
+            flush=NEVER_FLUSH,
             **vars(tensors),
         )
 

@@ -1,10 +1,10 @@
 """Draft model: a smaller checkpoint with the same tokenizer, which drafts in a chain (Leviathan et
 al., arXiv 2211.17192).
 
-It reads every token at that token's own position, as it would alone. Its keys and values use the
-target's page tables, so cached prefixes serve both. A recurrent draft model keeps its state in the
-rows' slots, and snapshots hold both states. Both models see every step, so committed tokens and
-folded tokens of a row are the same for both.
+It reads every token at that token's own position, unlike modules that read the target's hidden
+states. Its keys and values use the target's page tables, so cached prefixes serve both models. A
+recurrent draft model keeps its state in the rows' slots, and a snapshot has the states of both.
+Both models run in every step, so committed and folded tokens of a row are the same for both.
 """
 
 from dataclasses import replace
@@ -30,7 +30,7 @@ from lockstep.step import StepContext
 
 NEEDS_MODULE = True
 Options = FolderOptions
-NO_MODELS = {
+DRAFTER_ARCHITECTURES = {
     "DFlashDraftModel": "dflash",
     "Eagle3DeepseekV2ForCausalLM": "eagle3",
     "Eagle3DraftModel": "eagle3",
@@ -40,7 +40,7 @@ NO_MODELS = {
 }
 """Architectures of drafters that are not whole models -> the method that uses them."""
 HEAD_SETTING = "draft_vocab_size"
-"""Setting that only EAGLE-3 heads have: their authors name a whole model's architecture."""
+"""Setting that only EAGLE-3 heads have; some of them name the architecture of a whole model."""
 
 
 def refusal(checkpoint: Checkpoint) -> str | None:
@@ -96,7 +96,7 @@ class DraftModel(nn.Module):
         # Padding tokens of the smaller model's head are no tokens of the target.
         return logits[:, : self.logit_shard.width].contiguous()
 
-    def keep(self, ids: Tensor, state: Tensor, step: StepContext) -> None:
+    def write_cache(self, ids: Tensor, state: Tensor, step: StepContext) -> None:
         """Run all layers: each writes its part of the cache."""
         self(ids, state, step)
 
@@ -120,8 +120,8 @@ def build(options: Any, checkpoint: Checkpoint, target: Any, build: BuildContext
         check_tokenizers(draft, checkpoint)
     weight_format = read_weight_format(draft.quantization(), None)
     tensors = None if build.tensors is None else draft.tensors()
-    context = build.reading(tensors, draft.prefixes, weight_format)
-    context.named = "draft."
+    context = build.for_checkpoint(tensors, draft.prefixes, weight_format)
+    context.name_prefix = "draft."
     model = build_model(draft.raw, context)
     return DraftModel(draft, model, weight_format, target.config.vocab_size, build.device)
 
@@ -131,7 +131,8 @@ def check_whole(folder: Path) -> None:
     remedy = "Name the folder of a whole model: config.json and *.safetensors."
     c = ConfigReader(read_config(folder, remedy))
     named = c.get("architectures", list, [])
-    methods = {name: NO_MODELS[name] for name in map(str, named) if name in NO_MODELS}
+    known = DRAFTER_ARCHITECTURES
+    methods = {name: known[name] for name in map(str, named) if name in known}
     if not methods and HEAD_SETTING in c.raw:
         methods[f"head, with a {HEAD_SETTING}"] = "eagle3"
     for name, method in methods.items():
@@ -175,16 +176,16 @@ class DraftModelDrafter(ChainDrafter):
 
     shift = 1
 
-    def keep(self, step: StepContext, next_tokens: Tensor, state: Tensor) -> None:
+    def write_cache(self, step: StepContext, next_tokens: Tensor, state: Tensor) -> None:
         """Write the keys and values of the step's tokens, each at its own position."""
-        self.context.module.keep(step.token_ids, state, step)
+        self.context.module.write_cache(step.token_ids, state, step)
 
     def first(self, step: StepContext, next_tokens: Tensor, last: Tensor, state: Tensor) -> Tensor:
-        """Do what keep() does, then run the rows' last tokens.
+        """Write the cache of the step's tokens, then return the states of the rows' last tokens.
 
-        Draft 0 contains the last token until the first draft overwrites it.
+        drafts[:, 0] of a row contains its last token until the first draft overwrites it.
         """
-        self.keep(step, next_tokens, state)
+        self.write_cache(step, next_tokens, state)
         one = self.on(step, next_tokens[last], 0, shift=0)
         states: Tensor = self.context.module(one.token_ids, state[last], one)
         return states

@@ -16,8 +16,9 @@ from lockstep.step import StepContext, Verdict
 class DraftModule(Protocol):
     """Module that proposes the token after each token that it reads.
 
-    At a position it reads the next token and a state: first what begin() makes of the target's
-    hidden states, then what forward() returned. Its keys and values use the target's page tables.
+    At a position it reads the next token and a state. The first state is begin() of the target's
+    hidden states, each later one is what forward() returned. Its keys and values use the target's
+    page tables.
     ids [V']: the target's tokens that its head knows, ascending; None for all.
     aux_hidden_layers: auxiliary hidden states that it reads (lockstep.models.decoder.Decoder).
     """
@@ -41,7 +42,7 @@ class DraftModule(Protocol):
         """Return this rank's logits [S, n] over `ids` from states [S, ...]."""
         ...
 
-    def keep(self, ids: Tensor, state: Tensor, step: StepContext) -> None:
+    def write_cache(self, ids: Tensor, state: Tensor, step: StepContext) -> None:
         """Write only the keys and values of these tokens, in steps without drafts."""
         ...
 

@@ -45,7 +45,9 @@ def build(
     head = HeadCheckpoint.at(options.folder)
     config = Config.read(head, target, options.aux_hidden_layer_outputs)
     tensors = None if build.tensors is None else head.tensors()
-    context = build.reading(tensors, head.prefixes, read_weight_format(head.quantization(), None))
+    context = build.for_checkpoint(
+        tensors, head.prefixes, read_weight_format(head.quantization(), None)
+    )
     return Eagle3Head(target, context, config, head)
 
 

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 
 from lockstep.kernels.formats.kv.table import check_kv_cache_dtype, kv_cache_dtypes
 from lockstep.models.hub import folder_of
-from lockstep.settings import TEXT_OF_PATH, setting
+from lockstep.settings import PATH_TO_TEXT, setting
 from lockstep.spec.config import SpeculativeConfig
 
 
@@ -28,7 +28,7 @@ class ModuleOptions(SpeculativeConfig):
 class FolderOptions(ModuleOptions):
     """Keys of a drafter whose module has its own checkpoint."""
 
-    model: Annotated[str, Field(min_length=1), TEXT_OF_PATH] = setting(
+    model: Annotated[str, Field(min_length=1), PATH_TO_TEXT] = setting(
         "",
         "folder or hub id of the checkpoint that drafts; must be given",
         allowed="a folder or a hub id",

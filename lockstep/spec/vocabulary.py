@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.errors import CheckpointError, ConfigError, choice_error
 
 HEAD_GRAIN = 64
-"""A reduced draft head has a multiple of this many tokens."""
+"""Tokens of which a reduced draft head has a multiple."""
 MAX_TOKENS = 1 << 24
 """Upper bound of a vocabulary's tokens."""
 AUTO_SIZE = 32_768

@@ -1,7 +1,7 @@
 """Broadcast of messages to the processes of other ranks through shared memory.
 
-A message is pickled once into a ring buffer that all ranks map. Each rank's pipe carries only where
-the message is, which also wakes the rank.
+A pickled message is copied once into a ring buffer that all ranks map. Each rank's pipe carries
+only where the message is, which also wakes the rank.
 """
 
 import pickle
@@ -73,14 +73,15 @@ class Broadcaster:
         self._bytes.release()
         self._memory.close()
 
-    def send(self, message: Any, pipes: Sequence[Connection], check: Callable[[], None]) -> None:
-        """Send a message to every reader.
+    def send(self, data: bytes, pipes: Sequence[Connection], check: Callable[[], None]) -> None:
+        """Send a message, pickled, to every reader.
 
         Args:
             pipes: to the readers, in the order of their numbers.
             check: called while the ring is full; raises if a reader has ended.
         """
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        if not pipes:
+            return
         self._num_sent += 1
         if len(data) > RING_BYTES // 2:
             for pipe in pipes:
@@ -117,24 +118,32 @@ class Broadcaster:
 
 
 class Receiver:
-    """Receiving end of a broadcast. number: of this reader, from 0."""
+    """Receiving end of a broadcast. number: of this reader, from 0. decode: unpickles a message."""
 
-    def __init__(self, name: str, number: int, num_readers: int, pipe: Connection) -> None:
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        num_readers: int,
+        pipe: Connection,
+        decode: Callable[[bytes | memoryview], Any] = pickle.loads,
+    ) -> None:
         self._memory = SharedMemory(name)
         self._bytes = mapped(self._memory)
         self._counter = COUNTER.size * number
         self._base = COUNTER.size * num_readers
         self._pipe = pipe
+        self._decode = decode
         self._num_read = 0
 
     def receive(self) -> Any:
         """Wait for the next message. Raises EOFError once the sender has ended."""
         offset, length = PLACE.unpack(self._pipe.recv_bytes())
         if offset < 0:
-            message = pickle.loads(self._pipe.recv_bytes())
+            message = self._decode(self._pipe.recv_bytes())
         else:
             begin = self._base + offset
-            message = pickle.loads(self._bytes[begin : begin + length])
+            message = self._decode(self._bytes[begin : begin + length])
         self._num_read += 1
         COUNTER.pack_into(self._bytes, self._counter, self._num_read)
         return message

@@ -18,6 +18,7 @@ from lockstep.errors import ConfigError
 from lockstep.kernels.backends import load as load_backends
 from lockstep.kernels.formats.kv.table import kv_format
 from lockstep.kernels.sampling import LogitShard
+from lockstep.layers.adapters import NO_ADAPTERS
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.kv_format import LayerKVFormats
 from lockstep.layers.linear import probe
@@ -79,7 +80,7 @@ def pick_dtype(config: EngineConfig, raw: dict[str, Any], device: str) -> torch.
         return torch.float32
     reader = ConfigReader(raw)
     known = (*DTYPES[1:], None)
-    names = [reader.only(name, *known, default=None) for name in ("dtype", "torch_dtype")]
+    names = [reader.one_of(name, *known, default=None) for name in ("dtype", "torch_dtype")]
     return getattr(torch, names[0] or names[1] or "bfloat16")
 
 
@@ -256,7 +257,7 @@ def build_draft(
 ) -> Any:
     """Build the configured drafter's module without weights; None where it has none.
 
-    Its ops may use any reduction tree: no draft changes an answer.
+    Its ops may use any reduction tree, and it drafts without adapters: no draft changes an answer.
     """
     options = config.speculative_config
     drafting = drafter_module(options.method) if options else None
@@ -264,6 +265,7 @@ def build_draft(
         return None
     inexact = build.at("draft")
     inexact.exact = False
+    inexact.adapters = NO_ADAPTERS
     kv_cache_dtype = getattr(options, "kv_cache_dtype", None)
     format = kv_format(kv_cache_dtype or config.kv_cache_dtype, build.dtype)
     inexact.kv = LayerKVFormats(format, setting="speculative_config kv_cache_dtype")

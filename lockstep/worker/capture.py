@@ -2,8 +2,8 @@
 
 The first call with a key runs eagerly, so that every kernel is compiled and every lazy buffer
 exists, then records; later calls replay. Tensor arguments are copied into the graph's own; results
-are the graph's own tensors, overwritten by its next call. What no graph can repeat raises an error
-that names its op (capture_checks.py).
+are the graph's own tensors, overwritten by its next call. An op that no graph can replay raises an
+error that names the op (capture_checks.py).
 """
 
 import gc
@@ -29,7 +29,7 @@ from lockstep.worker.capture_checks import (
 )
 from lockstep.worker.program import RunStep
 
-WAITS = "synchronizing"
+SYNC_ERROR = "synchronizing"
 """Word in torch's error about a forbidden synchronization."""
 
 
@@ -46,11 +46,12 @@ class Recording:
     result: Any
 
 
-class Captured:
-    """Function with a graph per key. Calls whose key `wanted` rejects run eagerly.
+class CapturedFunction:
+    """Function with a graph per key, which is the shapes of its tensor arguments and the others.
 
-    name: for error messages. Raises CaptureError where a call compiles a kernel, allocates outside
-    of the pool, or waits for the device; the process stays usable.
+    pool: memory pool of the graphs. wanted: returns whether calls with a key are captured; other
+    calls run eagerly. name: for error messages. Raises CaptureError where a call compiles a kernel,
+    allocates outside of the pool, or waits for the device; the process stays usable.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Captured:
         return recording.result
 
     def _record(self, key: Hashable, arguments: tuple[Any, ...]) -> Recording:
+        """Run the function eagerly on clones of the arguments, then capture the same call."""
         graph_arguments = tuple(map(_clone, arguments))
         epochs = launch_epochs(torch.device("cuda", torch.cuda.current_device()))
         self._run_eagerly(key, graph_arguments)
@@ -93,7 +95,7 @@ class Captured:
         result = None
         fault: RuntimeError | None = None
         try:
-            with uncollected(), warnings.catch_warnings():
+            with no_garbage_collection(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # the fault came first
                 with torch.cuda.graph(graph, pool=self.pool):
                     try:
@@ -113,21 +115,21 @@ class Captured:
         """Call the function once outside of the default stream, as the capture will, to compile
         it.
         """
-        side = _warm_up_stream(torch.cuda.current_device())
-        side.wait_stream(torch.cuda.current_stream())
+        warm_up_stream = _warm_up_stream(torch.cuda.current_device())
+        warm_up_stream.wait_stream(torch.cuda.current_stream())
         try:
-            with torch.cuda.stream(side), no_waiting():
+            with torch.cuda.stream(warm_up_stream), no_waiting():
                 self.fn(*arguments)
         except RuntimeError as error:
-            if WAITS in str(error):
+            if SYNC_ERROR in str(error):
                 raise self._error(key, error) from error
             raise
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(warm_up_stream)
 
     def _error(self, key: Hashable, error: RuntimeError) -> CaptureError:
         does = str(error).partition("\n")[0]
         if not isinstance(error, Fault):
-            does = f"waits for the device: {does}" if WAITS in does else f"fails: {does}"
+            does = f"waits for the device: {does}" if SYNC_ERROR in does else f"fails: {does}"
         return CaptureError(
             f"capture of {self.name} at {key}: {describe_fault(error)} {does}. "
             "Run with cuda_graph_mode='none' to serve meanwhile, and report this."
@@ -173,7 +175,7 @@ def _warm_up_stream(device: int) -> torch.cuda.Stream:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Suspend garbage collection: destroying an older engine's graphs would end a capture."""
     collects = gc.isenabled()
     gc.disable()
@@ -184,18 +186,21 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def capture_halves(run_step: RunStep, pool: Any) -> RunStep:
-    """Return run_step with a graph of each half per uniform shape; prompt steps run eagerly."""
+def capture_program(run_step: RunStep, pool: Any) -> RunStep:
+    """Return run_step with a graph of forward and one of decide per uniform step shape.
 
-    def uniform(key: Any) -> bool:
+    Prompt steps run eagerly.
+    """
+
+    def is_uniform(key: Any) -> bool:
         return not key[0].prompt
 
-    def of_uniform(key: Any) -> bool:
+    def is_uniform_context(key: Any) -> bool:
         return not key[0].step.shape.prompt
 
     return RunStep(
-        Captured(run_step.forward, pool, uniform, "forward"),
-        Captured(run_step.decide, pool, of_uniform, "decide"),
+        CapturedFunction(run_step.forward, pool, is_uniform, "forward"),
+        CapturedFunction(run_step.decide, pool, is_uniform_context, "decide"),
     )
 
 
@@ -208,4 +213,4 @@ def capture_pieces(model: nn.Module, pool: Any, token_counts: Iterable[int]) -> 
 
     for name, block in model.named_modules():
         if hasattr(block, "tokenwise"):
-            block.tokenwise = Captured(block.tokenwise, pool, wanted, f"{name}.tokenwise")
+            block.tokenwise = CapturedFunction(block.tokenwise, pool, wanted, f"{name}.tokenwise")

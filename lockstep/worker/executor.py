@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import methodcaller
 from typing import Any, Protocol, TypeVar
 
 from lockstep.config import EngineConfig, Plan
@@ -14,6 +13,7 @@ from lockstep.spec import passes_of
 from lockstep.worker.audit import compare_ranks
 from lockstep.worker.build import Progress
 from lockstep.worker.device_rates import Rates, rates_of
+from lockstep.worker.explain_ranks import explain_ranks
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.rank_process import Call, Collect, Execute, Masks, read_masks
 from lockstep.worker.ranks import NoPeerRanks, PeerRanks, start_ranks
@@ -73,7 +73,7 @@ class InProcessExecutor:
         self.config = config
         self._num_schedules = 0
         self._audits = config.audit and config.tensor_parallel_size > 1
-        self.peers = start_ranks(config, hooks)
+        self.peers = start_ranks(config, hooks, progress)
         try:
             startup = WorkerStartup(config, progress, hooks, self.peers.group)
             fits = [startup.fit_memory(), *self.peers.fits()]
@@ -83,11 +83,12 @@ class InProcessExecutor:
             self.peers.wait_ready()
         except RuntimeError as error:
             cause = self.peers.cause(error)
-            self.peers.close()
+            self.peers.close(str(cause))
             raise cause from error
-        except BaseException:
-            self.peers.close()
+        except BaseException as error:
+            self.peers.close(str(error))
             raise
+        self._fits = fits
         self.checkpoint = startup.checkpoint
         self.loaded = startup.loaded
         self._choices = startup.build.choices
@@ -145,8 +146,8 @@ class InProcessExecutor:
             raise
 
     def probe(self) -> None:
-        """Run an empty step and wait for it. Raises what it raises."""
-        self.collective_rpc(methodcaller("probe"))
+        """Run an empty step and wait for it. Raises the step's error."""
+        self.collective_rpc(Worker.probe)
 
     def collective_rpc(self, function: Callable[[Worker], T]) -> T:
         """Call a function with the worker of every rank; return what it returns on the first one.
@@ -157,20 +158,32 @@ class InProcessExecutor:
         with self._step():
             return function(self.worker)
 
+    def call_on_failure(self, function: Callable[[str], None] | None) -> None:
+        """See Executor."""
+        self.peers.call_on_failure(function)
+
+    def close(self) -> None:
+        """See Executor."""
+        self.peers.close()
+
     def device_rates(self) -> Rates | None:
         """Measure how fast the device moves bytes; None where it has no memory left for that."""
         return rates_of(self.plan.device)
 
     def explain(self) -> dict[str, Any]:
-        """Return the backend choices per layer, and notes about the checkpoint's weight format."""
+        """Return the backend choices per layer, bytes, exchanges and floors of the ranks, and notes
+        about the checkpoint's weight format.
+        """
+        ranks = [fit.rank_bytes(self.plan) for fit in self._fits]
         return {
             "layers": [vars(choice) for choice in self._choices],
+            "ranks": explain_ranks(ranks, self._costs, self.plan, self._choices),
             "notes": list(self._notes),
         }
 
 
 class HasExecutor(Protocol):
-    """An engine."""
+    """Engine that owns an executor."""
 
     @property
     def executor(self) -> object: ...

@@ -31,6 +31,7 @@ from lockstep.worker.build import (
     state_dtype,
     step_limits,
 )
+from lockstep.worker.explain_ranks import RankBytes, explain_ranks
 from lockstep.worker.memory_estimate import DryEngine, planner_of
 from lockstep.worker.memory_planner import why_not
 
@@ -60,17 +61,21 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
     weight_format = read_weight_format(checkpoint.quantization(), config.quantization)
     limits = step_limits(config, checkpoint, "cuda", weight_format, assumed_numerics=card.name)
     known = has_weights(checkpoint.folder)
-    dry_engine = DryEngine(config, checkpoint, limits, weight_format, card, known)
+    make_engine = partial(DryEngine, config, checkpoint, limits, weight_format, card, known)
+    dry_engine = make_engine()
     limits, planned = plan(config, limits, dry_engine, total)
     build = dry_engine.build
     with dry_engine.mode:
         dry_engine.program(limits, build)
+    engines = [dry_engine, *map(make_engine, range(1, config.tensor_parallel_size))]
+    ranks = [rank_bytes(engine, dry_engine, planned) for engine in engines]
     device = {"architecture": card.name, "cards": card.cards, "shared_bytes": card.shared_memory}
     return {
         **device,
         "layers": [vars(choice) for choice in build.choices],
         "tiles": list(tiles(card, limits, build.dtype, dry_engine.model)),
         "plan": planned,
+        "ranks": explain_ranks(ranks, dry_engine.costs, limits, build.choices),
         "notes": [
             SHARED_NOTE,
             PROBE_NOTE,
@@ -118,10 +123,21 @@ def plan(
         return limits, report | dict(num_pages=0, num_slots=0, notes=(), why=why_not(chosen))
     tokens = (chosen.pages - 1) * PAGE_SIZE
     size = dict(num_pages=chosen.pages, num_slots=chosen.slots, cache_tokens=tokens)
-    if tokens < limits.max_model_len:  # pages that were typed hold less than one request
+    if tokens < limits.max_model_len:  # the user's num_gpu_blocks are fewer than one request needs
         why = f"pages hold {tokens} tokens; a request may have {limits.max_model_len}"
         return limits, report | size | dict(fits=False, notes=(), why=why)
     return limits, report | size | dict(notes=chosen.notes, why="")
+
+
+def rank_bytes(engine: DryEngine, first: DryEngine, planned: dict[str, Any]) -> RankBytes:
+    """Return the bytes of a rank with as many pages and slots as the first one's plan."""
+    parts = engine.fixed | engine.working(
+        planned["max_num_seqs"], planned["max_num_batched_tokens"]
+    )
+    weights = parts.pop("weights")
+    pages = planned["pages_bytes"] // first.page * engine.page
+    state = planned.get("state_bytes", 0) // max(first.slot, 1) * engine.slot
+    return RankBytes(weights, pages, state, sum(parts.values()))
 
 
 def tiles(

@@ -23,6 +23,7 @@ from lockstep.layers.linear import Weight
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model
 from lockstep.quantization import WeightFormat
+from lockstep.spec import passes_of
 from lockstep.step import StepShape
 from lockstep.worker import memory
 from lockstep.worker.build import (
@@ -37,6 +38,7 @@ from lockstep.worker.dry_run import allocated, dry, step_bytes
 from lockstep.worker.hooks import NO_HOOKS
 from lockstep.worker.memory_planner import Planner, Typed
 from lockstep.worker.program import Program
+from lockstep.worker.roofline import StepCosts
 
 FAKE_GPU = "cuda:0"
 """Device of fake tensors. Without its index, torch without CUDA would look for the current GPU."""
@@ -52,7 +54,8 @@ class DryEngine:
     """Model and steps on tensors without memory: costs for the planner.
 
     fixed: bytes by name that rows and prompts do not change. weights_known: the checkpoint's files
-    are present, which say what is quantized.
+    are present, which say what is quantized. rank: tensor-parallel rank; the first one has the most
+    columns. costs: bytes and FLOPs of its steps.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class DryEngine:
         weight_format: WeightFormat | None,
         card: Architecture,
         weights_known: bool,
+        rank: int = 0,
     ) -> None:
         self.config = config
         self.limits = replace(limits, device=FAKE_GPU)
@@ -84,8 +88,7 @@ class DryEngine:
                 arch=card.number,
                 kv=kv_layers(config, dtype),
                 state_dtype=state_dtype(config),
-                # The first rank has the most columns.
-                group=DryGroup(0, config.tensor_parallel_size),
+                group=DryGroup(rank, config.tensor_parallel_size),
             )
             self.build.memory_budget.bounded = False  # fake tensors take no memory
             self.model = build_model(checkpoint.raw, self.build)
@@ -96,6 +99,7 @@ class DryEngine:
         staging = memory.staging_bytes(config)
         self.fixed = {"weights": weight_bytes(self.model, self.draft), "overhead": OVERHEAD_BYTES}
         self.fixed |= {"staging": staging} if staging else {}
+        self.costs = StepCosts.of(self.model, self.draft, passes_of(config.speculative_config))
         _assume_scales(self.model, self.draft)
         keep_distinct_blocks(self.model)
         self.working = cache(self._working)

@@ -1,6 +1,7 @@
 """Process of a rank after the first: it executes what the first rank's process broadcasts."""
 
 import os
+import pickle
 import threading
 import traceback
 from collections import deque
@@ -21,6 +22,7 @@ from lockstep.kernels.exchange import RankGroup
 from lockstep.kernels.exchange.group import GlooGroup, NcclGroup
 from lockstep.scheduling.grammar import MaskQuery
 from lockstep.scheduling.schedule import Schedule
+from lockstep.worker.agreement import identity_of
 from lockstep.worker.broadcast import Receiver
 from lockstep.worker.build import pick_device
 from lockstep.worker.hooks import CheckHooks
@@ -29,10 +31,6 @@ from lockstep.worker.worker import LaunchedStep, Worker
 
 HEARTBEAT_SECONDS = 0.5
 """Interval between two heartbeats of a rank."""
-EXCHANGE_SECONDS = 600.0
-"""Seconds after which an exchange without an answer is an error: loading a checkpoint takes minutes
-on one rank and less on another. A rank that ends or stops is noticed much earlier (ranks.py).
-"""
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,12 @@ class Stop:
 
 @dataclass(frozen=True)
 class Joined:
-    """Report: the process runs and knows the others' addresses."""
+    """Report: the process runs and knows the others' addresses.
+
+    identity: what must be equal on all ranks, see lockstep.worker.agreement.
+    """
+
+    identity: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -111,29 +114,45 @@ Report = Joined | Loaded | Ready | Beat | Failed
 class RankSettings:
     """Settings with which a rank joins its group.
 
-    index: 1 to size - 1. host, port: of the first rank's store. ring: name of the broadcast's
-    shared memory.
+    host, port: of the first rank's store. address: of this node, by which the other nodes reach
+    it; None where there is one node. decode: unpickles a message. index: of the rank, 1 or more.
+    memory: name of the broadcast's shared memory, which the rank reads as `reader` of
+    `num_readers`.
     """
 
-    index: int
-    size: int
     host: str
     port: int
-    ring: str
+    address: str | None = None
+    decode: Callable[[bytes | memoryview], Any] = pickle.loads
+    index: int = 0
+    memory: str = ""
+    reader: int = 0
+    num_readers: int = 0
 
 
-def connect_store(host: str, port: int, size: int, *, first: bool = False) -> dist.TCPStore:
+def connect_store(
+    host: str, port: int, size: int, seconds: float, *, first: bool = False
+) -> dist.TCPStore:
     """Return the store through which ranks find each other. first: the caller provides it."""
-    timeout = timedelta(seconds=EXCHANGE_SECONDS)
+    timeout = timedelta(seconds=seconds)
     return dist.TCPStore(host, port, size, first, timeout, wait_for_workers=False)
 
 
-def make_group(device: str, store: dist.Store, index: int, size: int) -> RankGroup:
-    """Join the group: all ranks call it at about the same time."""
-    if device == "cpu":
-        return GlooGroup(store, index, size, EXCHANGE_SECONDS)
-    torch.cuda.set_device(index)
-    return NcclGroup(store, index, size, EXCHANGE_SECONDS)
+def make_group(
+    config: EngineConfig, store: dist.Store, index: int, address: str | None = None
+) -> RankGroup:
+    """Join the group: all ranks call it at about the same time. address: see RankSettings."""
+    size = config.tensor_parallel_size
+    seconds = config.distributed_timeout_seconds
+    if pick_device(config) == "cpu":
+        return GlooGroup(store, index, size, seconds, address)
+    return NcclGroup(store, index, size, seconds)
+
+
+def choose_device(config: EngineConfig, index: int) -> None:
+    """Make the GPU of a rank the process's current one."""
+    if pick_device(config) != "cpu":
+        torch.cuda.set_device(index - config.node_ranks.start)
 
 
 class RankLoop:
@@ -164,7 +183,7 @@ class RankLoop:
         if isinstance(message, Execute):
             launched = worker.launch(message.schedule, self._receive_masks)
             self._launched.append((message.number, launched))
-            # Results are collected late or never, at most those of the steps in flight.
+            # The first rank asks for the results of a step in flight, or never asks.
             while len(self._launched) > worker.plan.steps_in_flight + 1:
                 self._launched.popleft()
         elif isinstance(message, Collect):
@@ -206,7 +225,7 @@ def _ignore_progress(what: str, done: int, of: int) -> None:
 
 
 class _Reporter:
-    """Sends reports, and heartbeats all the time. Ends the process with the first rank's."""
+    """Sender of reports and regular heartbeats. Ends this process once the first rank's is gone."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -240,13 +259,17 @@ def run_rank(
     """
     reclaim_signal_handlers()
     ignore_signals()
-    receiver = Receiver(settings.ring, settings.index - 1, settings.size - 1, pipe)
+    receiver = Receiver(
+        settings.memory, settings.reader, settings.num_readers, pipe, settings.decode
+    )
     reporter = _Reporter(connection)
-    torch.set_num_threads(max(1, torch.get_num_threads() // settings.size))
+    torch.set_num_threads(max(1, torch.get_num_threads() // len(config.node_ranks)))
     try:
-        store = connect_store(settings.host, settings.port, settings.size)
-        reporter.report(Joined())
-        group = make_group(pick_device(config), store, settings.index, settings.size)
+        choose_device(config, settings.index)
+        seconds = config.distributed_timeout_seconds
+        store = connect_store(settings.host, settings.port, config.tensor_parallel_size, seconds)
+        reporter.report(Joined(identity_of(config)))
+        group = make_group(config, store, settings.index, settings.address)
         RankLoop(receiver.receive, reporter.report).run(config, hooks, group)
     except EOFError:  # the first rank has ended
         os._exit(0)

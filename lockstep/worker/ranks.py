@@ -1,26 +1,29 @@
 """The other ranks of a model, as the first rank's process sees them: started, watched, ended."""
 
 import contextlib
-import signal
+import pickle
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from functools import partial
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, Protocol
 
-from lockstep.child_processes import blocked_signals
 from lockstep.config import EngineConfig, Plan
 from lockstep.errors import ConfigError, LockstepError, RankError
 from lockstep.kernels.exchange import ALONE, RankGroup
-from lockstep.worker.broadcast import Broadcaster
-from lockstep.worker.build import pick_device
+from lockstep.worker.agreement import check_identity, identity_of
 from lockstep.worker.hooks import CheckHooks
+from lockstep.worker.local_ranks import LocalRanks
+from lockstep.worker.node_link import LOCALHOST, NodeListener, RemoteNode
+from lockstep.worker.plain_data import decode_plain
 from lockstep.worker.rank_process import (
     Beat,
+    Call,
     Failed,
     Joined,
     Loaded,
@@ -29,188 +32,263 @@ from lockstep.worker.rank_process import (
     Ready,
     Report,
     Stop,
+    choose_device,
     connect_store,
     make_group,
-    run_rank,
 )
 from lockstep.worker.startup import MemoryFit
 
 SILENT_SECONDS = 10.0
-"""Seconds without a heartbeat after which a rank counts as hung and is killed."""
+"""Seconds without a heartbeat after which a rank or a node counts as hung."""
+STARTING_SILENT_SECONDS = 60.0
+"""The same for a node until all ranks are ready: loading may keep a process busy."""
 WATCH_SECONDS = 0.5
-"""Interval at which heartbeats are checked."""
+"""Interval at which heartbeats are checked, and sent to other nodes."""
 CAUSE_SECONDS = 5.0
 """Seconds that a failed exchange waits for the report of the rank that caused it."""
-END_SECONDS = 5.0
-"""Seconds that ranks have to end by themselves."""
-LOCALHOST = "127.0.0.1"
+
+OnFailure = Callable[[str], None]
+Progress = Callable[[str, int, int], None]
+
+
+class RankHost(Protocol):
+    """Node as the place of some ranks: this one with its child processes, or another one.
+
+    ranks: their numbers. node_name: for messages, "" on this node. connections: to wait for.
+    silent_for: seconds since the node has sent anything.
+    """
+
+    ranks: range
+    node_name: str
+    connections: list[Connection]
+
+    @property
+    def silent_for(self) -> float: ...
+
+    def read(self, connection: Connection) -> Sequence[tuple[int, Report]]:
+        """Return the reports (rank, report) that a connection has. The end of a rank is Failed."""
+        ...
+
+    def send(self, data: bytes, check: Callable[[], None]) -> None:
+        """Send a pickled message to the ranks. check: raises where a rank has ended.
+
+        Raises OSError where the host does not read.
+        """
+        ...
+
+    def beat(self) -> None:
+        """Show that the head lives."""
+        ...
+
+    def kill(self) -> None:
+        """End the ranks at once. May be called from any thread, and more than once."""
+        ...
+
+    def close(self) -> None:
+        """Wait for the end of the ranks, and free connections and memory."""
+        ...
 
 
 @dataclass
-class _Processes:
-    """Processes of the other ranks. connections: their reports, by process.
+class RankWatch:
+    """State of the other ranks, by their reports.
 
-    pipes: of the broadcast. reports: of each process, heartbeats left out. failure: which rank
-    ended and why, once one has. group: of all ranks. serving: heartbeats must arrive; the startup
-    has no limit.
+    hosts: of the ranks; more may be added. failure: which rank ended and why, once one has.
+    reports: of each rank, heartbeats left out. serving: heartbeats must arrive; loading has no
+    limit. group: of all ranks. on_failure: called once with the failure, in the thread that sees
+    it.
     """
 
-    processes: list[BaseProcess]
-    connections: list[Connection]
-    pipes: list[Connection]
-    broadcaster: Broadcaster
+    size: int
+    hosts: list[RankHost]
     failure: str | None = None
     failed: threading.Event = field(default_factory=threading.Event)
-    reports: list[list[Report]] = field(default_factory=list)
+    reports: dict[int, list[Report]] = field(default_factory=dict)
     reported: threading.Condition = field(default_factory=threading.Condition)
     serving: bool = False
     closing: bool = False
     group: RankGroup = ALONE
+    on_failure: OnFailure | None = None
 
     def fail(self, rank: int, why: str) -> None:
         """Record the first failure and kill every rank: exchanges with them then fail too."""
         if self.closing:
             return
-        if self.failure is None:
-            count = len(self.processes) + 1
-            self.failure = f"rank {rank} of {count} (tensor_parallel_size) failed: {why}"
-            self.failed.set()
-            with self.reported:
+        with self.reported:  # call_on_failure() looks at both under the same lock
+            is_first = self.failure is None
+            if is_first:
+                self.failure = f"{self.name(rank)} (tensor_parallel_size) failed: {why}"
+                self.failed.set()
                 self.reported.notify_all()
-        for process in self.processes:
-            process.kill()
+            on_failure = self.on_failure if is_first else None
+        for host in self.hosts:
+            host.kill()
         self.group.close()
+        if on_failure is not None:
+            on_failure(self.failure or "")
+
+    def name(self, rank: int) -> str:
+        """Return the name of a rank, with its node's, for messages."""
+        nodes = [host.node_name for host in self.hosts if rank in host.ranks]
+        return f"rank {rank} of {self.size}{''.join(nodes)}"
 
     def check(self) -> None:
         """Raise RankError if a rank has failed."""
         if self.failure is not None:
             raise RankError(self.failure)
 
-    def how_it_ended(self, index: int) -> str:
-        """Return how the process of an ended rank ended."""
-        process = self.processes[index]
-        process.join(END_SECONDS)
-        code = process.exitcode
-        if code is not None and code < 0:
-            name = signal.Signals(-code).name
-            hint = ", as the system does where memory is short" if name == "SIGKILL" else ""
-            return f"its process was ended by {name}{hint}"
-        return f"its process ended with status {code}"
-
-    def read(self, seconds: float) -> list[tuple[int, Report]]:
-        """Wait for reports -> (index of the process, report). Records what ends a rank."""
-        reports: list[tuple[int, Report]] = []
-        for connection in wait(self.connections, seconds):
-            index = self.connections.index(connection)  # type: ignore[arg-type]
-            try:
-                report = self.connections[index].recv()
-            except (EOFError, OSError):
-                self.fail(index + 1, self.how_it_ended(index))
-                return reports
-            if isinstance(report, Failed):
-                self.fail(index + 1, f"{report.error}\n{report.details}".strip())
-                return reports
-            reports.append((index, report))
-        return reports
-
     def watch(self) -> None:
         """Read reports, and watch ended and silent ranks, until one fails or close()."""
-        last_report = [time.monotonic()] * len(self.processes)
+        last_report: dict[int, float] = {}
         while self.failure is None and not self.closing:
+            for host in self.hosts:
+                host.beat()
             try:
-                reports = self.read(WATCH_SECONDS)
+                reports = self._read()
             except (OSError, ValueError):  # close() has closed the connections
                 return
             now = time.monotonic()
-            for index, report in reports:
-                last_report[index] = now
-                if not isinstance(report, Beat):
-                    with self.reported:
-                        self.reports[index].append(report)
-                        self.reported.notify_all()
-            for index, last in enumerate(last_report):
+            for rank, report in reports:
+                last_report[rank] = now
+                self._take(rank, report)
+            for rank, last in last_report.items():
                 if self.serving and now - last > SILENT_SECONDS:
-                    why = f"it has not answered for {now - last:.0f} s"
-                    self.fail(index + 1, why)
+                    self.fail(rank, f"it has not answered for {now - last:.0f} s")
+            for host in self.hosts:
+                limit = SILENT_SECONDS if self.serving else STARTING_SILENT_SECONDS
+                if host.silent_for > limit:
+                    why = f"its node has not answered for {host.silent_for:.0f} s"
+                    self.fail(host.ranks[0], why)
 
-    def close(self) -> None:
-        """End all processes and free the shared memory."""
+    def _read(self) -> list[tuple[int, Report]]:
+        """Wait for reports, at most WATCH_SECONDS."""
+        hosts = {connection: host for host in self.hosts for connection in host.connections}
+        if not hosts:
+            time.sleep(WATCH_SECONDS)  # no node has joined yet
+        reports: list[tuple[int, Report]] = []
+        for connection in wait(list(hosts), WATCH_SECONDS):
+            assert isinstance(connection, Connection)
+            reports += hosts[connection].read(connection)
+        return reports
+
+    def _take(self, rank: int, report: Report) -> None:
+        if isinstance(report, Failed):
+            self.fail(rank, f"{report.error}\n{report.details}".strip())
+        elif not isinstance(report, Beat):
+            with self.reported:
+                self.reports.setdefault(rank, []).append(report)
+                self.reported.notify_all()
+
+    def send(self, data: bytes) -> None:
+        """Send a pickled message to all ranks. Raises OSError or RankError."""
+        for host in self.hosts:
+            host.send(data, self.check)
+
+    def end(self, why: str = "") -> None:
+        """End all ranks and free what they take. why: the error for which they end."""
+        if self.closing:
+            return
         self.closing = True
+        for host in self.hosts:
+            if isinstance(host, RemoteNode) and self.failure is None:
+                host.end(why)
         with contextlib.suppress(OSError, RankError):
-            self.broadcaster.send(Stop(), self.pipes, self.check)
-        end = time.monotonic() + END_SECONDS
+            self.hosts[0].send(pickle.dumps(Stop()), self.check)
         self.group.close()
-        for process in self.processes:
-            process.join(max(0.0, end - time.monotonic()))
-            process.kill()
-            process.join()
-        for connection in (*self.pipes, *self.connections):
-            connection.close()
-        self.broadcaster.close()
+        for host in self.hosts:
+            host.close()
 
 
 class PeerRanks:
     """Ranks 1 to size - 1 of a model, one process each. `group` joins this process to them.
 
-    Call order: the constructor starts them, fits() waits until they are loaded, start() until they
-    are ready; then send(). A rank that ends, raises or hangs is a RankError in all of these.
+    Call order: the constructor waits for the other nodes and starts the ranks of this one, fits()
+    waits until they are loaded, start() until they are ready; then send(). A rank that ends, raises
+    or hangs is a RankError in all of these.
     """
 
-    def __init__(self, config: EngineConfig, hooks: CheckHooks) -> None:
-        size = config.tensor_parallel_size
-        device = pick_device(config)
-        _check_devices(device, size)
-        store = connect_store(LOCALHOST, 0, size, first=True)
-        context = get_context("spawn")
-        broadcaster = Broadcaster(size - 1)
-        self._running = _Processes([], [], [], broadcaster)
-        self._finalizer = weakref.finalize(self, self._running.close)
+    def __init__(self, config: EngineConfig, hooks: CheckHooks, progress: Progress) -> None:
+        self.config = config
+        self._has_nodes = config.nnodes > 1
+        seconds = config.distributed_timeout_seconds
+        local = LocalRanks(range(1, len(config.node_ranks)))
+        self._running = RankWatch(config.tensor_parallel_size, [local])
+        self._finalizer = weakref.finalize(self, self._running.end)
         try:
-            with blocked_signals():
-                for index in range(1, size):
-                    settings = RankSettings(index, size, LOCALHOST, store.port, broadcaster.name)
-                    self._start_process(context, settings, config, hooks)
+            choose_device(config, 0)
+            store = connect_store(LOCALHOST, 0, config.tensor_parallel_size, seconds, first=True)
             watch = self._running.watch
             threading.Thread(target=watch, name="lockstep-ranks", daemon=True).start()
-            self._expect(Joined)
-            broadcaster.unname()
-            self.group = self._running.group = make_group(device, store, 0, size)
-        except BaseException:
-            self._finalizer()
+            address = self._join_nodes(store.port, progress) if self._has_nodes else None
+            local.start(RankSettings(LOCALHOST, store.port, address), config, hooks)
+            self._check_identities()
+            local.unname()
+            make = partial(make_group, config, store, 0, address)
+            self.group = self._running.group = self._unless_failed(make)
+        except BaseException as error:
+            self._running.end(str(error))
             raise
 
-    def _start_process(
-        self, context: Any, settings: RankSettings, config: EngineConfig, hooks: CheckHooks
-    ) -> None:
-        reports, theirs = context.Pipe(duplex=False)
-        reads, writes = context.Pipe(duplex=False)
-        process = context.Process(
-            target=run_rank,
-            args=(theirs, reads, settings, config, hooks),
-            name=f"lockstep-rank-{settings.index}",
-            daemon=True,
-        )
-        process.start()
-        theirs.close()
-        reads.close()
-        self._running.processes.append(process)
-        self._running.connections.append(reports)
-        self._running.reports.append([])
-        self._running.pipes.append(writes)
+    def _join_nodes(self, port: int, progress: Progress) -> str:
+        """Wait for the other nodes -> the address by which they reach this one.
+
+        port: of the ranks' store. Raises ConfigError or RankError.
+        """
+        config = self.config
+        end = time.monotonic() + config.distributed_timeout_seconds
+        with contextlib.closing(NodeListener(config, port)) as listener:
+            while listener.missing:
+                progress("waiting for nodes", config.nnodes - len(listener.missing), config.nnodes)
+                node = listener.accept(WATCH_SECONDS)
+                self._running.check()
+                if node is not None:
+                    self._running.hosts.append(node)
+                    address = node.link.address
+                elif time.monotonic() > end:
+                    raise listener.timeout_error()
+        return address
+
+    def _check_identities(self) -> None:
+        """Wait for all ranks, and raise ConfigError where one differs from this one."""
+        identity = identity_of(self.config)
+        for rank, joined in enumerate(self._expect(Joined), 1):
+            check_identity(identity, joined.identity, self._running.name(rank))
+
+    def _unless_failed(self, make: Callable[[], RankGroup]) -> RankGroup:
+        """Return what a function returns that waits for other ranks. Raises RankError if one ends.
+
+        The function goes on in its thread then: it has no way to be ended.
+        """
+        pool = ThreadPoolExecutor(1, thread_name_prefix="lockstep-join")
+        future = pool.submit(make)
+        pool.shutdown(wait=False)
+        while not future.done() and self._running.failure is None:
+            wait_for_futures([future], WATCH_SECONDS)
+        self._running.check()
+        return future.result()
 
     def _expect(self, kind: type[Report]) -> list[Any]:
         """Wait for a report of this kind from every rank. Raises RankError."""
         running = self._running
 
-        def reports() -> list[Report]:
-            return [r for one in running.reports for r in one if isinstance(r, kind)]
+        def reports() -> dict[int, Report]:
+            items = list(running.reports.items())
+            return {rank: r for rank, received in items for r in received if isinstance(r, kind)}
 
         with running.reported:
             running.reported.wait_for(
-                lambda: running.failure is not None or len(reports()) == len(running.processes)
+                lambda: running.failure is not None or len(reports()) == running.size - 1
             )
         running.check()
-        return reports()
+        return [report for _, report in sorted(reports().items())]
+
+    def call_on_failure(self, function: OnFailure | None) -> None:
+        """Call a function once with the failure of a rank, at once or later, in any thread."""
+        with self._running.reported:
+            self._running.on_failure = function
+            failure = self._running.failure
+        if failure is not None and function is not None:
+            function(failure)
 
     def fits(self) -> list[MemoryFit]:
         """Return the sizes that fit into each rank's memory."""
@@ -226,10 +304,14 @@ class PeerRanks:
         self._running.serving = True
 
     def send(self, message: Message | Plan) -> None:
-        """Broadcast a message."""
+        """Broadcast a message. Raises RankError, or ConfigError for a function of the caller's own
+        where there are other nodes."""
         self._running.check()
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        if self._has_nodes and isinstance(message, Call):
+            decode_plain(data)
         try:
-            self._running.broadcaster.send(message, self._running.pipes, self._running.check)
+            self._running.send(data)
         except OSError as error:
             raise self.cause(error) from error
 
@@ -252,15 +334,18 @@ class PeerRanks:
         """Give the ranks up: this rank left a step before its end."""
         self._running.fail(0, why)
 
-    def close(self) -> None:
-        """End the processes."""
-        self._finalizer()
+    def close(self, why: str = "") -> None:
+        """End the processes. why: the error for which they end; "" without one."""
+        self._running.end(why)
+        self._finalizer.detach()
 
 
 class NoPeerRanks:
     """The other ranks of a model on one rank: none. See PeerRanks."""
 
     group: RankGroup = ALONE
+
+    def call_on_failure(self, function: OnFailure | None) -> None: ...
 
     def fits(self) -> Sequence[MemoryFit]:
         return ()
@@ -276,22 +361,18 @@ class NoPeerRanks:
 
     def abandon(self, why: str) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, why: str = "") -> None: ...
 
 
-def start_ranks(config: EngineConfig, hooks: CheckHooks) -> PeerRanks | NoPeerRanks:
-    """Start the other ranks of a model."""
-    return NoPeerRanks() if config.tensor_parallel_size == 1 else PeerRanks(config, hooks)
-
-
-def _check_devices(device: str, size: int) -> None:
-    """Raise ConfigError where there are fewer GPUs than ranks."""
-    # Imported here: only GPUs are counted.
-    import torch
-
-    if device != "cpu" and torch.cuda.device_count() < size:
+def start_ranks(
+    config: EngineConfig, hooks: CheckHooks, progress: Progress
+) -> PeerRanks | NoPeerRanks:
+    """Start the other ranks of a model. Raises ConfigError on a node that is not the head."""
+    if config.node_rank:
         raise ConfigError(
-            f"tensor_parallel_size={size} is not allowed; allowed: 1 to "
-            f"{torch.cuda.device_count()}, the number of visible GPUs. Lower it, or make more GPUs "
-            "visible (CUDA_VISIBLE_DEVICES)."
+            f"node_rank={config.node_rank} is not allowed here; allowed: 0, the head. Start this "
+            "node by `lockstep serve` with the same options."
         )
+    if config.tensor_parallel_size == 1:
+        return NoPeerRanks()
+    return PeerRanks(config, hooks, progress)

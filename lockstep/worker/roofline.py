@@ -9,6 +9,9 @@ recurrent state read and written once, and the history lines of the step's token
 experts that are read: tokens are assumed to choose independently and evenly (distinct_experts);
 real texts choose less evenly, and tokens of one row more alike. Activations are neglected, and so
 are FLOPs other than products with a weight (attention's: 3 % at a prompt of 8,192 tokens).
+
+A tensor-parallel rank has the costs of its own slices, and its exchanges with the other ranks,
+which are added to the time: a layer waits for them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,12 +21,13 @@ from math import prod
 from torch import Tensor, nn
 
 from lockstep.cache.specs import Spec, StorageKind, is_cached, unit_bytes
+from lockstep.layers.exchange import Exchange
 from lockstep.layers.latent_attention import AbsorbedHeads
 from lockstep.layers.linear import Embedding, Gemm, Head
 from lockstep.layers.moe import ExpertWeight
 from lockstep.layers.rotary import Rotary
 from lockstep.spec import Passes, no_passes
-from lockstep.worker.device_rates import H200, Rates
+from lockstep.worker.device_rates import H200, ExchangeRate, Rates
 from lockstep.worker.memory import mixers
 
 GATHERED = (Embedding, Rotary)
@@ -53,10 +57,29 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Exchanged:
+    """Exchanges of a rank with the others. bytes: that it receives."""
+
+    count: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: "Exchanged") -> "Exchanged":
+        return Exchanged(self.count + other.count, self.bytes + other.bytes)
+
+    def ms(self, rate: ExchangeRate) -> float:
+        """Return their minimum time."""
+        return 1e3 * rate.seconds(self.count, self.bytes)
+
+
+@dataclass(frozen=True)
 class Floor:
-    """Parts of one pass, or of several equal ones."""
+    """Parts and exchanges of one pass, or of several equal ones."""
 
     parts: tuple[Part, ...]
+    exchanged: Exchanged = Exchanged()
+
+    def __add__(self, other: "Floor") -> "Floor":
+        return Floor(_summed(self.parts + other.parts), self.exchanged + other.exchanged)
 
     @property
     def total(self) -> Part:
@@ -66,6 +89,11 @@ class Floor:
     @property
     def ms(self) -> float:
         """Return the minimum time on an H200."""
+        return self.device_ms + self.exchanged.ms(H200.exchange)
+
+    @property
+    def device_ms(self) -> float:
+        """Return the minimum time on an H200 without exchanges."""
         total = self.total
         return 1e3 * H200.seconds(total.bytes, total.flops)
 
@@ -88,6 +116,11 @@ class StepFloor:
     def ms(self) -> float:
         """Return the floor of the whole step on an H200."""
         return self.verify.ms + self.drafts.ms
+
+    @property
+    def exchanged(self) -> Exchanged:
+        """Return the exchanges of the whole step."""
+        return self.verify.exchanged + self.drafts.exchanged
 
 
 @dataclass(frozen=True)
@@ -134,14 +167,30 @@ class ExpertCost(WeightCost):
 
 
 @dataclass(frozen=True)
+class ExchangeCost:
+    """Exchange of a layer. token_bytes: bytes that a rank receives per token, or per row of logits
+    where of_logits is set.
+    """
+
+    layer: str
+    token_bytes: int
+    of_logits: bool = False
+
+    def exchanged(self, tokens: int, logits: int) -> Exchanged:
+        """Return the exchange in a pass of `tokens` tokens and `logits` rows of logits."""
+        return Exchanged(1, self.token_bytes * (logits if self.of_logits else tokens))
+
+
+@dataclass(frozen=True)
 class PassCosts:
     """Costs of a pass over a module. specs: storage of its mixers. key_flops: FLOPs per token and
-    key of its context.
+    key of its context. exchanges: with other tensor-parallel ranks.
     """
 
     weights: tuple[WeightCost, ...]
     specs: tuple[Spec, ...]
     key_flops: int
+    exchanges: tuple[ExchangeCost, ...] = ()
 
     @classmethod
     def of(cls, root: nn.Module) -> "PassCosts":
@@ -151,16 +200,18 @@ class PassCosts:
             tuple(_merged(_weights(root))),
             tuple(layer.cache_spec() for layer in layers),
             sum(int(getattr(layer, "key_flops", 0)) for layer in layers),
+            tuple(_exchanges(root)),
         )
 
-    def parts(self, rows: int, tokens: int, logits: int, context: int) -> tuple[Part, ...]:
-        """Return the parts of a pass of `tokens` tokens.
+    def floor(self, rows: int, tokens: int, logits: int, context: int) -> Floor:
+        """Return the floor of a pass of `tokens` tokens.
 
         The tokens belong evenly to `rows` rows with `context` cached tokens each; `logits`: rows of
         logits.
         """
         read = _summed(cost.part(tokens, logits) for cost in self.weights)
-        return read + self._kept(rows, tokens, context)
+        exchanged = (cost.exchanged(tokens, logits) for cost in self.exchanges)
+        return Floor(read + self._kept(rows, tokens, context), sum(exchanged, Exchanged()))
 
     def _kept(self, rows: int, tokens: int, context: int) -> tuple[Part, ...]:
         """Return the parts of KV and state that mixers read and write."""
@@ -197,19 +248,19 @@ class StepCosts:
         `rows` rows with `context` cached tokens each verify `drafts` drafts and propose as many.
         """
         tokens = rows * (drafts + 1)
-        verify = Floor(self.target.parts(rows, tokens, tokens, context))
-        passes: list[Part] = []
+        verify = self.target.floor(rows, tokens, tokens, context)
+        proposed = Floor(())
         if self.draft is not None and drafts:
             for brought in self.passes(rows, tokens, drafts):
-                passes += self.draft.parts(rows, brought, rows, context)
-        return StepFloor(rows, drafts + 1, context, verify, Floor(_summed(passes)))
+                proposed += self.draft.floor(rows, brought, rows, context)
+        return StepFloor(rows, drafts + 1, context, verify, proposed)
 
     def prompt(self, tokens: int) -> Floor:
         """Return the floor of one prompt of `tokens` tokens with an empty cache.
 
         Its keys and values are written, and read at least once by later tokens.
         """
-        return Floor(self.target.parts(1, tokens, 1, tokens))
+        return self.target.floor(1, tokens, 1, tokens)
 
 
 MANY = 1 << 20
@@ -218,21 +269,32 @@ MANY = 1 << 20
 
 @dataclass(frozen=True)
 class _Line:
-    """Bytes and FLOPs of a pass as a line over the cached tokens of all rows."""
+    """Bytes and FLOPs of a pass as a line over the cached tokens of all rows. exchanged: does not
+    depend on them.
+    """
 
     bytes: int
     flops: int
     token_bytes: float
     token_flops: float
+    exchanged: Exchanged
 
     @classmethod
-    def through(cls, empty: Part, full: Part, tokens: int) -> "_Line":
+    def through(cls, empty: Floor, full: Floor, tokens: int) -> "_Line":
         """Return the line through a pass with an empty cache and one with `tokens` cached
         tokens.
         """
-        more_bytes = (full.bytes - empty.bytes) / tokens
-        more_flops = (full.flops - empty.flops) / tokens
-        return cls(empty.bytes, empty.flops, more_bytes, more_flops)
+        begin = empty.total
+        end = full.total
+        more_bytes = (end.bytes - begin.bytes) / tokens
+        more_flops = (end.flops - begin.flops) / tokens
+        return cls(begin.bytes, begin.flops, more_bytes, more_flops, empty.exchanged)
+
+    def seconds(self, rates: Rates, context: int) -> float:
+        """Return the minimum time with `context` cached tokens in total."""
+        moved = self.bytes + self.token_bytes * context
+        exchanged = rates.exchange.seconds(self.exchanged.count, self.exchanged.bytes)
+        return rates.seconds(moved, self.flops + self.token_flops * context) + exchanged
 
 
 class StepFloors:
@@ -250,18 +312,13 @@ class StepFloors:
         kind = (rows, drafts)
         if kind not in self._lines:
             self._lines[kind] = self._made(rows, drafts)
-        return sum(
-            self.rates.seconds(
-                line.bytes + line.token_bytes * context, line.flops + line.token_flops * context
-            )
-            for line in self._lines[kind]
-        )
+        return sum(line.seconds(self.rates, context) for line in self._lines[kind])
 
     def _made(self, rows: int, drafts: int) -> tuple[_Line, ...]:
         empty = self.costs.step(rows, drafts, 0)
         full = self.costs.step(rows, drafts, MANY)
         pairs = ((empty.verify, full.verify), (empty.drafts, full.drafts))
-        return tuple(_Line.through(a.total, b.total, rows * MANY) for a, b in pairs)
+        return tuple(_Line.through(a, b, rows * MANY) for a, b in pairs)
 
 
 def distinct_experts(experts: int, top_k: int, tokens: int) -> float:
@@ -294,6 +351,14 @@ def _tensor(label: str, module: nn.Module, tensor: Tensor, of_logits: bool) -> W
     multiplied = tensor.dim() == 2 or isinstance(module, AbsorbedHeads)
     flops = 2 * tensor.numel() if multiplied else 0
     return WeightCost(label, tensor.nbytes, flops, of_logits)
+
+
+def _exchanges(root: nn.Module) -> Iterator[ExchangeCost]:
+    """Yield the exchanges of a pass over a module."""
+    for module in root.modules():
+        for child in module.children():
+            if isinstance(child, Exchange):
+                yield ExchangeCost(child.layer, child.token_bytes, isinstance(module, Head))
 
 
 def _merged(costs: Iterable[WeightCost]) -> Iterator[WeightCost]:

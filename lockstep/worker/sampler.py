@@ -1,4 +1,4 @@
-"""Sampler: logits to the target's tokens. Verifying zero drafts is sampling."""
+"""Sampler: logits to the target's tokens. A step without drafts samples by the same op."""
 
 import torch
 from torch import Tensor

@@ -32,6 +32,7 @@ from lockstep.worker.build import (
     state_dtype,
     step_limits,
 )
+from lockstep.worker.explain_ranks import RankBytes
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.memory_estimate import DryEngine, graph_bytes, planner_of, weight_bytes
 from lockstep.worker.memory_planner import MemoryPlan, Planner, shortage
@@ -43,20 +44,32 @@ from lockstep.worker.worker import Worker, uniform_shapes
 class MemoryFit:
     """Sizes that fit into the memory of one rank, as plain data.
 
-    num_pages and num_slots include the null page and the null slot. parts: measured bytes of the
-    GPU by name. notes: sentences about what the memory planner chose.
+    num_pages and num_slots include the null page and the null slot. weights: bytes of the model.
+    parts: measured bytes of the GPU by name. notes: sentences about what the memory planner chose.
     """
 
     limits: StepLimits
     num_pages: int
     num_slots: int
     host_pages: int
+    weights: int
     parts: dict[str, int]
     notes: tuple[str, ...]
 
+    def rank_bytes(self, plan: Plan) -> RankBytes:
+        """Return the bytes of this rank by the plan of all ranks."""
+        pages = plan.num_pages * plan.page_bytes
+        other = {"weights", "pages", "state"}
+        buffers = sum(size for name, size in self.parts.items() if name not in other)
+        state = plan.num_slots * plan.slot_bytes
+        return RankBytes(self.weights, pages, state, buffers if self.parts else None)
+
 
 def smallest_fit(fits: Sequence[MemoryFit], config: EngineConfig) -> MemoryFit:
-    """Return the sizes that fit into every rank's memory. parts and notes: of the first rank."""
+    """Return the sizes that fit into every rank's memory.
+
+    weights, parts and notes: of the first rank.
+    """
     rows = min(fit.limits.max_num_seqs for fit in fits)
     tokens = min(fit.limits.max_num_batched_tokens for fit in fits)
     return replace(
@@ -121,6 +134,7 @@ class WorkerStartup:
     @torch.inference_mode()
     def fit_memory(self) -> MemoryFit:
         """Return the sizes that fit. Raises CapacityError where nothing does."""
+        weights = weight_bytes(self.model, self.draft)
         if self.planned is None:
             memory.check_table(self.build.memory_budget, self.limits, self.model.config.vocab_size)
             limits = self.limits
@@ -128,14 +142,15 @@ class WorkerStartup:
             size = configured_cache(self.config, limits, self.build, self.cost)
             used = Used({}, ())
         else:
-            weights = weight_bytes(self.model, self.draft)
             fitting = Fitting(
                 self.config, self.build, self.layers, self.planned, self._make_program, weights
             )
             limits, program, size, used = fitting.fit(self.limits)
         self._program = limits, program
         host_pages = memory.host_pages(self.config, self.cost, host_room(self.build))
-        return MemoryFit(limits, size.pages, size.slots, host_pages, used.parts, used.notes)
+        return MemoryFit(
+            limits, size.pages, size.slots, host_pages, weights, used.parts, used.notes
+        )
 
     def plan(self, fit: MemoryFit) -> Plan:
         """Return the plan of all ranks. fit: the smallest of their fits."""

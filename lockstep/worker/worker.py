@@ -24,7 +24,7 @@ from lockstep.scheduling.schedule import (
 )
 from lockstep.step import PAGE_SIZE, StepShape
 from lockstep.worker import memory, rows
-from lockstep.worker.capture import capture_halves, capture_pieces
+from lockstep.worker.capture import capture_pieces, capture_program
 from lockstep.worker.cpu_threads import by_work
 from lockstep.worker.grammar_masks import GrammarMasks
 from lockstep.worker.program import Outcome, Program, RunStep
@@ -130,7 +130,7 @@ class Worker:
         if self.plan.graph_mode != "none":
             pool = torch.cuda.graph_pool_handle()
             if self.plan.graph_mode == "full":
-                self.run_step = capture_halves(self.uncaptured, pool)
+                self.run_step = capture_program(self.uncaptured, pool)
             else:
                 capture_pieces(self.model, pool, [s.tokens for s in shapes])
         self.table.inputs.fill()

@@ -23,7 +23,7 @@ def run_prompt(cache: Cache, tokens: list[int], snapshots: tuple[int, ...] = ())
     for point in snapshots:
         assert cache.snapshot(seq, point) > 0
     cache.commit(seq, len(tokens))
-    cache.settle()
+    cache.end_schedule()
     cache.check()
     return seq
 
@@ -31,7 +31,7 @@ def run_prompt(cache: Cache, tokens: list[int], snapshots: tuple[int, ...] = ())
 def cached(cache: Cache, tokens: list[int]) -> int | None:
     seq = CacheSeq(tokens)
     result = cache.admit(seq, len(tokens))
-    cache.settle()
+    cache.end_schedule()
     cache.check()
     cache.release(seq)
     return result
@@ -80,7 +80,7 @@ def test_generated_pages_are_cached_only_without_state() -> None:
             cache.snapshot(seq, 4)
             cache.snapshot(CacheSeq([*range(6), *output]), 8)
         cache.commit(seq, 8)
-        cache.settle()
+        cache.end_schedule()
         cache.check()
         assert cached(cache, [*range(6), *output, 1]) == expected
 
@@ -97,9 +97,9 @@ def test_snapshot_is_pinned_before_allocation() -> None:
     assert other.slot not in (seq.source, 0)
     assert cache.snapshot(other, 4) == 0, "the pinned snapshot was given to a writer"
     cache.check()
-    cache.settle()
+    cache.end_schedule()
     assert cache.snapshot(other, 4) == seq.source
-    cache.settle()
+    cache.end_schedule()
     cache.check()
 
 
@@ -109,7 +109,7 @@ def test_row_slot_has_priority_over_a_snapshot() -> None:
     seq = run_prompt(cache, prompt)
     cache.release(seq)
     assert cache.snapshot(seq, 4) == 1
-    cache.settle()
+    cache.end_schedule()
     assert cached(cache, prompt) == 0
 
 
@@ -164,7 +164,7 @@ def test_reset_empties_the_cache_and_keeps_owned_pages() -> None:
     cache.release(run_prompt(cache, prompt, snapshots=(4, 8)))
     running = run_prompt(cache, [7] * 9, snapshots=(4,))
     assert cached(cache, prompt) == 8
-    cache.forget()
+    cache.drop_cached()
     cache.check()
     assert cached(cache, prompt) == cached(cache, [7] * 9) == 0
     assert cache.reserve(running, 13)

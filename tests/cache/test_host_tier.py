@@ -29,7 +29,7 @@ def run_prompt(cache: Cache, tokens: list[int], salt: str = "") -> tuple[int, Mo
     if cache.state:
         cache.snapshot(seq, len(tokens) // PAGE * PAGE)
     cache.commit(seq, len(tokens))
-    out, back = cache.settle()
+    out, back = cache.end_schedule()
     cache.check()
     cache.release(seq)
     cache.check()
@@ -86,7 +86,7 @@ def test_host_page_is_written_once_per_schedule() -> None:
     while group.available:
         group.take()
     cache.host.check()
-    out, _ = cache.settle()
+    out, _ = cache.end_schedule()
     filled = [page for moves in out.values() for move in moves for page in move.host_pages]
     assert len(filled) == len(set(filled)) == 2
 
@@ -97,7 +97,7 @@ def test_snapshot_is_restored_with_its_pages() -> None:
         run_prompt(cache, [number] * 9)
     seq = CacheSeq([1] * 9)
     assert cache.admit(seq, 9) == 8
-    _, back = cache.settle()
+    _, back = cache.end_schedule()
     assert len(back[PAGES]) == 2
     (snapshot,) = back[SLOTS]
     assert snapshot.unit == seq.source != seq.slot
@@ -131,7 +131,7 @@ def test_refused_admission_moves_nothing() -> None:
     run_prompt(cache, [2] * 16)
     before = list(cache.host.entries)
     assert cache.admit(CacheSeq([1] * 9), 9, spare=2) is None
-    assert cache.settle() == ({}, {})
+    assert cache.end_schedule() == ({}, {})
     assert list(cache.host.entries) == before
     cache.check()
 
@@ -151,7 +151,7 @@ def test_reset_empties_host_memory() -> None:
     for number in (1, 2, 3):
         run_prompt(cache, [number] * 9)
     assert cache.host.used
-    cache.forget()
+    cache.drop_cached()
     cache.check()
     assert not cache.host.used
     assert run_prompt(cache, [1] * 9)[0] == 0
@@ -164,7 +164,7 @@ def test_entry_larger_than_host_memory_is_refused() -> None:
     assert sorted(index) == [0, 1, 2]
     pool.pin((PAGES, b"a"))
     assert pool.store((PAGES, b"b"), 1) == ()
-    pool.settle()
+    pool.end_schedule()
     assert len(pool.store((PAGES, b"b"), 1)) == 1
     assert not pool.touch((PAGES, b"a"))
 
@@ -210,10 +210,10 @@ def test_random_walk_equals_the_reference_host_pool(seed: int) -> None:
             model.kept.move_to_end(name)
             model.held.add(name)
         elif what < 0.9:
-            pool.settle()
+            pool.end_schedule()
             model.held.clear()
         assert list(pool.entries) == list(model.kept)
         assert pool.used == sum(model.kept.values())
         pool.check()
-    pool.forget()
+    pool.drop_cached()
     assert pool.used == 0 and sorted(pool.free) == list(range(size))

@@ -47,12 +47,10 @@ def test_compiler_does_not_replace_signal_handlers(sent: signal.Signals) -> None
     assert (done.returncode, done.stdout) == (0, "reported\n"), done.stderr
 
 
-DEFAULT_SIGINT = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-"""Programs that a shell starts in the background inherit an ignored SIGINT; this restores it."""
 INTERRUPTED = (130, -signal.SIGINT)
 """Statuses of a command that Ctrl-C ended: shells show 130 for both."""
 LOADING = """
-import os, sys, time
+import os, signal, sys, time
 import lockstep.llm
 from lockstep.__main__ import main
 
@@ -82,7 +80,7 @@ main()
 
 def run_program(program: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-c", DEFAULT_SIGINT + program],
+        [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         timeout=PATIENCE,
@@ -154,9 +152,8 @@ def test_ctrl_c_while_a_server_starts_leaves_no_process(
     tmp_path: Path, pauses: list[float]
 ) -> None:
     """A terminal sends SIGINT to the command and to its engine process."""
-    program = f"{DEFAULT_SIGINT}import sys\nfrom lockstep.__main__ import main\nmain()"
     running = subprocess.Popen(
-        [sys.executable, "-c", program, *COMMAND[3:], "--uds", str(tmp_path / "socket")],
+        [*COMMAND, "--uds", str(tmp_path / "socket")],
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,

@@ -1,4 +1,4 @@
-"""vLLM's flags: each is in the table, and is translated as the table says."""
+"""vLLM's flags: each is in the table, and is checkpoint_folder as the table says."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ TEXT_OPTIONS = (
 
 
 def read(*words: str) -> tuple[list[str], list[str]]:
-    """Return (the translated command line, the notes)."""
+    """Return (the checkpoint_folder command line, the notes)."""
     options = [
         Option(name, switch=False, repeatable=False, negatable=False) for name in TEXT_OPTIONS
     ]
@@ -60,7 +60,7 @@ REPEATABLE = ("api-key", "served-model-name")
 
 
 def only_word(*words: str) -> str:
-    """Return the only word of the translated command line, which has no notes."""
+    """Return the only word of the checkpoint_folder command line, which has no notes."""
     line, notes = read(*words)
     assert len(line) == 1 and not notes, (line, notes)
     return line[0]

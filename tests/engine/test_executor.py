@@ -98,7 +98,7 @@ def answers(executor: InProcessExecutor) -> list[Any]:
     """Return the answers of a workload with preemption, grammars, penalties and
     log-probabilities."""
     engine = Engine(executor, FixedDraftLength(DRAFTS), preempt_every=4)
-    llm = LLM.over(engine)
+    llm = LLM.from_engine(engine)
     requests: list[Request] = []
     short_of_a_page = {"prompt_token_ids": list(range(1, 61))}
     long = [PROMPTS[0] * 20, PROMPTS[1] * 12, PROMPTS[0] * 20]

@@ -20,7 +20,7 @@ from lockstep.engine.async_engine import (
     Receiver,
     Stream,
 )
-from lockstep.engine.engine_process import STEPS_NICENESS, give_way
+from lockstep.engine.engine_process import STEPS_NICENESS, lower_priority
 from lockstep.engine.messages import Updates
 from lockstep.engine.process_transport import MAX_RESTARTS, ProcessTransport
 from lockstep.engine.stats import Stats
@@ -65,7 +65,7 @@ def shared(settings: dict[str, Any]) -> Iterator[AsyncEngine]:
 def client(shared: AsyncEngine) -> AsyncEngine:
     """Return the shared client, empty and with its restart count reset."""
     wait_until_empty(shared)
-    shared.transport._starts.clear()
+    shared.transport._restart_times.clear()
     return shared
 
 
@@ -160,7 +160,7 @@ def test_hanging_step_restarts_the_engine(client: AsyncEngine) -> None:
     pid = client.transport.pid
     (only,) = run(work())
     assert only.error == ENGINE_RESTARTED and client.transport.pid != pid
-    assert len(client.transport._starts) == 2
+    assert len(client.transport._restart_times) == 2
     assert len(answers(client, "c")["c"]) == 12
 
 
@@ -173,7 +173,7 @@ def test_cpu_engine_runs_at_lower_priority(client: AsyncEngine) -> None:
 def test_gpu_engine_keeps_priority() -> None:
     """The GPU would wait for the host's threads."""
     mine = os.getpriority(os.PRIO_PROCESS, 0)
-    give_way("cuda")
+    lower_priority("cuda")
     assert os.getpriority(os.PRIO_PROCESS, 0) == mine
 
 
@@ -196,7 +196,7 @@ def test_too_many_restarts_end_the_client(settings: dict[str, Any]) -> None:
     received: list[str] = []
     client = AsyncEngine(ProcessTransport(partial(engine_factories.faulty, settings), STEP_SECONDS))
     client.on_end = received.append
-    client.transport._starts.extend([time.monotonic()] * (MAX_RESTARTS - 1))
+    client.transport._restart_times.extend([time.monotonic()] * (MAX_RESTARTS - 1))
     assert client.transport._may_restart(), "this one is the last"
     client.start()
 

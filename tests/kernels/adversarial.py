@@ -20,6 +20,7 @@ from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_ste
 from lockstep.kernels.head_linear import head_linear
 from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_cache
 from lockstep.kernels.linear import linear
+from lockstep.kernels.lora import lora
 from lockstep.kernels.mamba2 import mamba2_chunk, mamba2_step
 from lockstep.kernels.norm import add_rms_norm, gated_group_norm, gated_rms_norm, rms_norm
 from lockstep.kernels.rotary import rope_and_cache
@@ -60,6 +61,7 @@ CACHES = ("k_cache", "v_cache")
 LATENTS = ("latents", "ropes")
 ROWS: dict[Op, Rows] = {
     linear: Rows(("x",), numbers=("weight",)),
+    lora: Rows(("y", "x", "adapter_ids"), numbers=("a", "b")),
     rms_norm: Rows(("x",), numbers=("weight",)),
     add_rms_norm: Rows(("x", "delta"), numbers=("weight",)),
     gated_rms_norm: Rows(("x", "gate"), numbers=("weight",)),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.worker.capture import Captured
+from lockstep.worker.capture import CapturedFunction
 from tests.kernels.backends import left, of_every_op, same_bits, tensors_of, written
 
 
@@ -19,7 +19,9 @@ def test_graph_replay_equals_eager(op, backend):
             continue
         start = [x.clone() for x in written(op, fixed)]
         pool = torch.cuda.graph_pool_handle()
-        captured = Captured(lambda inputs=fixed: run(**inputs), pool, lambda key: True, op.name)
+        captured = CapturedFunction(
+            lambda inputs=fixed: run(**inputs), pool, lambda key: True, op.name
+        )
         out = captured()
         for _ in range(2):
             for part in tensors_of(out):

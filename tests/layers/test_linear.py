@@ -93,7 +93,7 @@ def test_part_of_a_fused_weight_is_its_rows() -> None:
         layer.part(part).normal_()
     layer.part(0).fill_(torch.nan)
     actual = layer.from_part(1, x)
-    full = layer(x)
+    full = layer(x, None)
     assert actual.shape == (3, 10)
     torch.testing.assert_close(actual, full[:, 16:])
 
@@ -112,9 +112,9 @@ def test_bias_is_added_to_the_rounded_product(kind: type[Linear], exact: bool) -
     product = layer.gemms[0]
     assert layer.bias is not None and not product.allow_partials
     expected = (product(x).float() + layer.bias.float()).bfloat16()
-    assert torch.equal(layer(x), expected)
+    assert torch.equal(layer(x, None), expected)
     if exact:
-        assert torch.equal(layer(x[5:6]), expected[5:6])
+        assert torch.equal(layer(x[5:6], None), expected[5:6])
 
 
 def test_names_of_fused_weights() -> None:
@@ -129,7 +129,7 @@ def test_names_of_fused_weights() -> None:
     assert torch.equal(table["b.weight"], layer.part(1))
     assert table["b.bias"].tolist() == [16, 17, 18, 19]
     x = torch.randn(3, 8)
-    torch.testing.assert_close(layer.from_part(1, x), layer(x)[:, 16:])
+    torch.testing.assert_close(layer.from_part(1, x), layer(x, None)[:, 16:])
     plain = Linear(BuildContext("cpu", torch.float32, 1, 1), 8, {"a": 16, "b": 4})
     assert list(plain.weights()) == ["a.weight", "b.weight"]
     assert (
@@ -146,13 +146,13 @@ def test_parts_are_the_outputs_of_each_fused_weight() -> None:
     weight = torch.randn(40, 8)
     x = torch.randn(5, 8)
     layer.gemms[0].weight.data.copy_(weight)
-    expected = layer(x).split([16, 24], dim=1)
-    assert all(map(torch.equal, layer.parts(x), expected))
+    expected = layer(x, None).split([16, 24], dim=1)
+    assert all(map(torch.equal, layer.parts(x, None), expected))
     rows = [nn.Parameter(part, requires_grad=False) for part in weight.split([16, 24])]
     layer.gemms = nn.ModuleList(Gemm(build, 8, [(None, len(part))], existing=part) for part in rows)
     layer.gemm_begins = (0, 16, 40)
-    actual = layer.parts(x)
-    assert all(map(torch.equal, actual, layer(x).split([16, 24], dim=1)))
+    actual = layer.parts(x, None)
+    assert all(map(torch.equal, actual, layer(x, None).split([16, 24], dim=1)))
     assert all(part.is_contiguous() for part in actual)
     torch.testing.assert_close(torch.cat(actual, 1), torch.cat(expected, 1))
 
@@ -184,7 +184,7 @@ def test_quantized_rows_equal_dequantized_in_one_or_several_gemms(
         product.finish()
         assert not product.quantized_parts
     x = torch.randn(5, 12)
-    assert torch.equal(layer(x), plain(x))
+    assert torch.equal(layer(x, None), plain(x, None))
     assert torch.equal(layer.from_part(1, x), plain.from_part(1, x))
 
 
@@ -208,7 +208,7 @@ def test_partial_fp8_blocks_fuse_into_one_gemm() -> None:
         product.finish()
     x = torch.randn(5, 256)
     assert len(layer.gemms) == 1
-    assert torch.equal(layer(x), plain(x))
+    assert torch.equal(layer(x, None), plain(x, None))
     assert torch.equal(layer.from_part(1, x), plain.from_part(1, x))
 
 

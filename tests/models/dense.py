@@ -18,7 +18,9 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
 def make_llm(folder: Path, hooks: CheckHooks = NO_HOOKS, **settings: object) -> LLM:
     """Return an engine over a tiny model's folder, with token ids as input and output."""
     chosen = {"skip_tokenizer_init": True, "max_model_len": 1024, "max_num_seqs": 4, **settings}
-    return LLM.over(build_engine(EngineConfig.read(model=str(folder), **chosen), hooks=hooks))
+    return LLM.from_engine(
+        build_engine(EngineConfig.read(model=str(folder), **chosen), hooks=hooks)
+    )
 
 
 def random_pair(folder: Path, family: str, base: dict[str, Any], **changes: Any) -> Any:

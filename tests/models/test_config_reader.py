@@ -55,7 +55,7 @@ def test_positive_refuses_other_numbers(value: float) -> None:
 @pytest.mark.parametrize("value", [0, 1.0, None, "false", []])
 def test_only_requires_exact_type(value: object) -> None:
     with pytest.raises(CheckpointError, match="allowed: False, 1"):
-        ConfigReader({"x": value}).only("x", False, 1, default=False)
+        ConfigReader({"x": value}).one_of("x", False, 1, default=False)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 from lockstep import LLM, SamplingParams
 from lockstep.errors import ConfigError
-from lockstep.models.gguf.folder import translated
+from lockstep.models.gguf.folder import checkpoint_folder
 from lockstep.models.gguf.tensors import gguf_weight_files
 from lockstep.quantization.gguf_blocks import LAYOUTS, dequantize
 from lockstep.quantization.weight_sink import FLOAT_DTYPES
@@ -133,7 +133,7 @@ def test_quantized_file_equals_dequantized_safetensors(wide: Path, tmp_path: Pat
     stored |= {views[name]: value for name, value in values.items()}
     folder = tmp_path / "model"
     folder.mkdir()
-    config = json.loads((translated([path]) / "config.json").read_text())
+    config = json.loads((checkpoint_folder([path]) / "config.json").read_text())
     assert config.pop("quantization_config") == {"quant_method": "gguf", "types": ["Q4_1", "Q8_0"]}
     (folder / "config.json").write_text(json.dumps(config))
     save_file(stored, folder / "model.safetensors")

@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lockstep.errors import CheckpointError
 from lockstep.models.gguf.file import GGUFModel
-from lockstep.models.gguf.split_files import SPLITTINGS
+from lockstep.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from lockstep.models.gguf.tokenizer import text_files
 from lockstep.text.tokenizers.tokenizer import Tokenizer
 from tests.models.gguf_files import finish, write_value
@@ -86,7 +86,7 @@ def test_byte_level_tokens_equal_transformers(
             assert ids == theirs.encode(text, add_special_tokens=False).ids
         assert [ours.token(i) for i in ids].count("<think>") == text.count("<think>")
         assert ours.decode(ids, skip_special_tokens=False) == text
-    begins = SPLITTINGS[pre].bos
+    begins = PRE_TOKENIZERS[pre].bos
     assert (ours.encode("a")[0] == byte_level["ggml.bos_token_id"]) == begins
 
 

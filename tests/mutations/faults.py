@@ -424,7 +424,7 @@ FAULTS = (
     ),
     Fault(
         "a stop token right at min_tokens passed over", "request", "scheduling.request",
-        "Request._judge",
+        "Request._set_finish_reason",
         "if len(self.output_token_ids) > self.params.min_tokens:\n"
         "    ...",
         "if len(self.output_token_ids) > self.params.min_tokens + 1:\n"
@@ -497,7 +497,7 @@ FAULTS = (
         "    ...",
     ),
     Fault(
-        "moves of a schedule are made again", "cache", HOST, "HostStore.settle",
+        "moves of a schedule are repeated", "cache", HOST, "HostStore.end_schedule",
         "[self.pool.evictions.pop($name) for $name in $evicted]",
         "[self.pool.evictions[$name] for $name in $evicted]",
     ),
@@ -526,8 +526,8 @@ FAULTS = (
         f"{OF_HOST}::test_restored_host_pages_are_not_evicted_by_their_hit",
     ),
     Fault(
-        "host memory outlives what is forgotten", "cache", "cache.cache", "Cache.forget",
-        "self.host.forget()",
+        "host memory outlives dropped prefixes", "cache", "cache.cache", "Cache.drop_cached",
+        "self.host.drop_cached()",
         "",
         f"{OF_HOST}::test_reset_empties_host_memory",
     ),
@@ -758,7 +758,7 @@ FAULTS = (
     Fault(
         "AutoRound's older name of its tensors not read", "format", "quantization.auto_round",
         "_packing_format",
-        "$name = $c.called('packing_format', 'backend')",
+        "$name = $c.present_name('packing_format', 'backend')",
         "$name = 'packing_format'",
         f"{VECTORS}::test_older_auto_round_formats",
     ),
@@ -773,13 +773,13 @@ FAULTS = (
         f"{VECTORS}::test_gptq_with_shuffled_groups",
     ),
     Fault(
-        "a rule of dynamic does not leave a module out", "format", GPTQ, "GPTQ.asked",
+        "a rule of dynamic does not leave a module out", "format", GPTQ, "GPTQ.module_scheme",
         "return ModuleScheme($scheme, False, f'{SETTINGS_PREFIX}dynamic[{$rule.text[:100]!r}]')",
         "continue",
         f"{REFUSED}::test_settings_decide_without_files",
     ),
     Fault(
-        "bits of a rule of dynamic ignored", "format", GPTQ, "GPTQ.asked",
+        "bits of a rule of dynamic ignored", "format", GPTQ, "GPTQ.module_scheme",
         "if $rule.scheme is None:\n"
         "    ...\n"
         "$scheme = $rule.scheme",
@@ -831,7 +831,7 @@ FAULTS = (
         "tests/quantization/test_checkpoints.py::test_auto_round_of_hybrid",
     ),
     Fault(
-        "the scale of the block below at a block's edge", "format", STORAGE, "by_row",
+        "the scale of the block below at a block's edge", "format", STORAGE, "expand_to_rows",
         "return $scales.repeat_interleave($block, 0)[:$n]",
         "return $scales.repeat_interleave($block, 0)[1:$n + 1]",
         STORED_MAPS,
@@ -863,13 +863,13 @@ FAULTS = (
         STORED_MAPS,
     ),
     Fault(
-        "zero points of compressed-tensors one too high", "format", STORAGE, "along_n",
+        "zero points of compressed-tensors one too high", "format", STORAGE, "unpack_along_n",
         "return $codes[:, :$n].t()",
         "return $codes[:, :$n].t() + 1",
         STORED_MAPS,
     ),
     Fault(
-        "weight_g_idx taken as in order", "format", STORAGE, "order",
+        "weight_g_idx taken as in order", "format", STORAGE, "fill_g_idx",
         "if bool(($found == -1).all()):\n"
         "    ...",
         "if bool(($found >= -1).all()):\n"
@@ -1140,7 +1140,7 @@ FAULTS = (
         "raw = [dequantize(side, $q.dtype).clone() for side in kept]\n"
         "if $step.shape.prompt:\n"
         "    self.k_cache, self.v_cache = raw\n"
-        "    self._place($qkv, $step)\n"
+        "    self._rotate_and_cache($qkv, $step)\n"
         "    self.k_cache, self.v_cache = kept\n"
         "$mixed = self.attend($q, *raw, $step.page_table, $step.cu_seqlens, $step.starts, "
         "$step.shape.query_len, self.scale, $qkv if self.gated else None)",
@@ -1199,13 +1199,13 @@ FAULTS = (
         f"{OF_LATENTS}::test_rope_rotates_pairs_and_latents_are_normed",
     ),
     Fault(
-        "heads of kv_b_proj in turn, not one by one", "mixer", LATENT_LAYER, "AbsorbedHeads._take",
+        "heads of kv_b_proj in turn, not one by one", "mixer", LATENT_LAYER, "AbsorbedHeads._fill",
         "$heads = $weight.unflatten(0, (-1, sum(self.widths)))",
         "$heads = $weight.unflatten(0, (sum(self.widths), -1)).transpose(0, 1)",
         f"{OF_DEEPSEEK}::test_equals_transformers_with_chunks_and_every_drafter",
     ),
     Fault(
-        "heads' maps are not rotated as latents are", "format", LATENT_LAYER, "AbsorbedHeads._take",
+        "heads' maps are not rotated as latents are", "format", LATENT_LAYER, "AbsorbedHeads._fill",
         "$weight = self.rotation.rotate($weight)",
         "$weight = $weight + 0",
         f"{OF_DEEPSEEK}::test_latent_formats_are_close_to_transformers",
@@ -1301,23 +1301,23 @@ FAULTS = (
     ),
     Fault(
         "a draft model reads the token behind each place", "drafter", "spec.draft_model",
-        "DraftModelDrafter.keep",
-        "self.context.module.keep($step.token_ids, $state, $step)",
-        "self.context.module.keep(next_tokens, $state, $step)",
+        "DraftModelDrafter.write_cache",
+        "self.context.module.write_cache($step.token_ids, $state, $step)",
+        "self.context.module.write_cache(next_tokens, $state, $step)",
         OF_DRAFT_MODEL,
     ),
     Fault(
         "a draft model that recurs writes its state while it drafts", "drafter", "spec.chain",
         "ChainDrafter.on",
-        "replace($step, shape=$shape, logit_rows=slice(None), flush=NEVER, **vars($made))",
+        "replace($step, shape=$shape, logit_rows=slice(None), flush=NEVER_FLUSH, **vars($made))",
         "replace($step, shape=$shape, logit_rows=slice(None), **vars($made))",
         OF_RECURRENT_DRAFTS,
     ),
     Fault(
         "a draft's step takes states as they were before the step", "drafter", "spec.chain",
         "ChainDrafter.on",
-        "replace($step, shape=$shape, logit_rows=slice(None), flush=NEVER, **vars($made))",
-        "replace($step, shape=$shape, logit_rows=slice(None), flush=NEVER, **vars($made) | "
+        "replace($step, shape=$shape, logit_rows=slice(None), flush=NEVER_FLUSH, **vars($made))",
+        "replace($step, shape=$shape, logit_rows=slice(None), flush=NEVER_FLUSH, **vars($made) | "
         "{'folded': $step.folded})",
         OF_RECURRENT_DRAFTS,
     ),
@@ -1337,7 +1337,7 @@ FAULTS = (
     Fault(
         "a draft model keeps nothing of a verified step", "drafter", "spec.draft_model",
         "DraftModelDrafter.first",
-        "self.keep($step, $after, $state)",
+        "self.write_cache($step, $after, $state)",
         "",
         OF_DRAFT_MODEL,
     ),

@@ -66,7 +66,7 @@ def engine_over(
         draft_policy=RandomDraftLength if changing else None,
         preempt_every=preempt_every,
     )
-    return LLM.over(build_engine(config, hooks=hooks))
+    return LLM.from_engine(build_engine(config, hooks=hooks))
 
 
 def answers(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.worker.capture import Captured
+from lockstep.worker.capture import CapturedFunction
 from lockstep.worker.executor import worker_of
 from tests.regressions.conftest import (
     PARAMS,
@@ -69,7 +69,7 @@ def test_every_bucket_is_captured_with_two_pages(folders: dict[str, Path], kind:
     small: dict[str, Any] = {"num_gpu_blocks": 2, "num_snapshots": 0, "row_buckets": BUCKETS}
     llm = engine_over(folders[kind], METHODS[kind], WINDOW - 1, **small, **GPU)
     for half in worker_of(llm.engine).run_step:
-        assert isinstance(half, Captured)
+        assert isinstance(half, CapturedFunction)
     for bucket in BUCKETS:
         run_null_rows(llm, bucket, WINDOW)
     assert [answers(llm, [prompt], FEW) for prompt in SHORT] == want

@@ -95,7 +95,7 @@ def test_attention_to_an_unquantized_chunk_is_detected(
         if not step.shape.prompt:
             return attend(self, x, step)
         packed = self.latents
-        self.keep(x, step)
+        self.write_cache(x, step)
         self.latents = cases.dequantized_copy(copy.deepcopy(packed), x.dtype)
         try:
             return attend(self, x, step)

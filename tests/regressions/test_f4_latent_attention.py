@@ -37,7 +37,7 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> Make:
         config = EngineConfig.read(
             model=str(folder), load_format="dummy", skip_tokenizer_init=True, **settings
         )
-        return LLM.over(build_engine(config))
+        return LLM.from_engine(build_engine(config))
 
     return build
 

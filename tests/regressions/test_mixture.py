@@ -65,7 +65,9 @@ def test_accepted_drafts_keep_the_answer(alone) -> None:
         max_num_seqs=8,
         speculative_config=NGRAM,
     )
-    llm = LLM.over(build_engine(config, hooks=CheckHooks(drafter=partial(ScriptedDrafter, known))))
+    llm = LLM.from_engine(
+        build_engine(config, hooks=CheckHooks(drafter=partial(ScriptedDrafter, known)))
+    )
     assert answers(llm) == expected
     assert llm.engine.stats.accepted_tokens_total > 20
 

@@ -225,7 +225,7 @@ def assert_empty(sched: Scheduler, rows: int) -> None:
     assert not cache.seqs and not sched.running and not sched.queue and not sched.launched
     assert len(sched.free_rows) == rows
     assert not cache.host.pinned
-    cache.forget()
+    cache.drop_cached()
     cache.check()
     assert cache.host.used == 0 and cache.paged.pool.available == cache.paged.pool.total
 

@@ -59,7 +59,7 @@ def make_engine(folder: Path | None, hooks: CheckHooks | None = None) -> LLM:
         enable_prefix_caching=False,
         speculative_config=spec,
     )
-    return LLM.over(build_engine(config, hooks=hooks or CheckHooks()))
+    return LLM.from_engine(build_engine(config, hooks=hooks or CheckHooks()))
 
 
 def make_conversations() -> list[list[dict[str, str]]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.step import StepShape
-from lockstep.worker.capture import Captured
+from lockstep.worker.capture import CapturedFunction
 from lockstep.worker.executor import worker_of
 from tests.regressions.conftest import PROMPTS, answers, engine_over
 from tests.spec.blocks import make_block_model
@@ -117,7 +117,7 @@ def test_varying_draft_counts_change_no_answer_on_gpu(
         **GPU,
     )
     for half in worker_of(llm.engine).run_step:
-        assert isinstance(half, Captured)
+        assert isinstance(half, CapturedFunction)
         assert len(half.recordings) == len(list(product(BUCKETS, (0, 1, 3, 7, 15))))
     assert answers(llm) == expected["hybrid"]
 

@@ -67,7 +67,7 @@ def test_llm_over_engine_equals_llm_with_own_engine(tiny: dict[str, Any]) -> Non
     engine = build_engine(EngineConfig.read(**tiny), hooks=CheckHooks(preempt_every=2))
     over, mine = (
         llm.generate([{"prompt_token_ids": [5, 6, 7]}], params)[0].outputs[0].token_ids
-        for llm in (LLM.over(engine), LLM(**tiny))
+        for llm in (LLM.from_engine(engine), LLM(**tiny))
     )
     assert over == mine and engine.scheduler.preemptions > 0
 

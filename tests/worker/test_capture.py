@@ -166,7 +166,7 @@ def test_piecewise_graphs_exclude_mixers(tmp_path: Path, monkeypatch: pytest.Mon
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     prompt = {"prompt_token_ids": list(range(9))}
     expected = llm.generate(prompt, params)[0].outputs[0].token_ids
-    monkeypatch.setattr(capture, "Captured", recorded_piece)
+    monkeypatch.setattr(capture, "CapturedFunction", recorded_piece)
     capture.capture_pieces(worker_of(llm.engine).model, None, [1])
     for mixer in (Attention, GatedDeltaNet):
         watch_forward(mixer, False)
@@ -195,9 +195,9 @@ def test_forward_and_decide_have_graphs_for_uniform_steps(monkeypatch: pytest.Mo
         return Forwarded(step, torch.zeros(1), (), torch.zeros(1))
 
     order: list[str] = []
-    monkeypatch.setattr(capture, "Captured", captured)
+    monkeypatch.setattr(capture, "CapturedFunction", captured)
     halves = RunStep(forward, lambda forwarded: order.append("decide"))  # type: ignore[arg-type, return-value]
-    run_step = capture.capture_halves(halves, None)
+    run_step = capture.capture_program(halves, None)
     for shape in (StepShape.uniform(1, 2), StepShape.uniform(3, 1), StepShape(1, 5, 5, True)):
         for _ in range(2):
             run_step(shape, lambda: order.append("between"))

@@ -20,7 +20,7 @@ from lockstep.kernels.architecture import is_architecture_assumed
 from lockstep.kernels.backends import load
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.step import StepShape
-from lockstep.worker.capture import Captured
+from lockstep.worker.capture import CapturedFunction
 from lockstep.worker.capture_checks import Fault, OwnMemory
 from lockstep.worker.executor import worker_of
 from lockstep.worker.hooks import CheckHooks
@@ -66,7 +66,7 @@ def build(dtype: str, drafter: str, graph: str, preempt_every: int = 0, **settin
         **{"max_model_len": 1024, "max_num_seqs": 8, "num_gpu_blocks": 160, **settings},
     )
     hooks = CheckHooks(draft_policy=policy, preempt_every=preempt_every)
-    return LLM.over(build_engine(config, hooks=hooks))
+    return LLM.from_engine(build_engine(config, hooks=hooks))
 
 
 def generate_batches(llm: LLM) -> list[Answer]:
@@ -94,7 +94,7 @@ def num_graphs(llm: LLM) -> int:
     faces: list[Any] = [*runner.run_step]
     for module in runner.model.modules():
         faces.append(vars(module).get("tokenwise"))
-    return sum(len(face.recordings) for face in faces if isinstance(face, Captured))
+    return sum(len(face.recordings) for face in faces if isinstance(face, CapturedFunction))
 
 
 @pytest.fixture(scope="module")
@@ -294,8 +294,8 @@ def test_capture_recovers_after_cuda_error() -> None:
         torch.cuda.synchronize()
         return x * times
 
-    def face(fn: Callable[[int], Tensor]) -> Captured:
-        return Captured(fn, torch.cuda.graph_pool_handle(), lambda key: True, fn.__name__)
+    def face(fn: Callable[[int], Tensor]) -> CapturedFunction:
+        return CapturedFunction(fn, torch.cuda.graph_pool_handle(), lambda key: True, fn.__name__)
 
     for _ in range(2):
         with pytest.raises(CaptureError, match="capture of faulty.*torch.cuda.synchronize"):

@@ -52,7 +52,7 @@ def engine_of(folder: Path, kind: str, preempt_every: int) -> LLM:
         max_num_seqs=2,
         kv_cache_dtype=kind,
     )
-    return LLM.over(build_engine(config, hooks=CheckHooks(preempt_every=preempt_every)))
+    return LLM.from_engine(build_engine(config, hooks=CheckHooks(preempt_every=preempt_every)))
 
 
 class Moves:

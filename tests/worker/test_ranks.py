@@ -9,17 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from lockstep import LLM
 from lockstep.config import EngineConfig
 from lockstep.engine_builder import build_engine
-from lockstep.errors import ConfigError, LockstepError, RankError
+from lockstep.errors import ConfigError, EngineDeadError, LockstepError, RankError
+from lockstep.scheduling.grammar import FillMasks
+from lockstep.scheduling.schedule import Schedule
 from lockstep.spec.drafter import DraftContext
 from lockstep.spec.ngram import create
 from lockstep.worker import ranks
 from lockstep.worker.executor import executor_of
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.program import Drafter
+from lockstep.worker.worker import LaunchedStep, Worker
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, make_engine
 
 LONG = replace(GREEDY, max_tokens=400)
@@ -30,13 +34,22 @@ def processes(llm: LLM) -> list[multiprocessing.process.BaseProcess]:
     """Return the processes of the other ranks."""
     others = executor_of(llm.engine).peers
     assert isinstance(others, ranks.PeerRanks)
-    return list(others._running.processes)
+    return list(others._running.hosts[0].processes)
 
 
 def wait_until_ended(llm: LLM) -> None:
     for process in processes(llm):
         process.join(20)
         assert not process.is_alive()
+
+
+def wait_until_dead(llm: LLM, seconds: float = 10.0) -> None:
+    """Wait until an idle LLM has noticed that its engine cannot go on."""
+    assert llm._client is not None, "it has answered requests"
+    end = time.monotonic() + seconds
+    while llm._client.is_alive:
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -52,17 +65,18 @@ def memory_files() -> Iterator[None]:
 
 
 def test_processes_give_the_answers_of_one_rank_until_one_is_killed(memory_files: None) -> None:
-    params = [replace(GREEDY, logprobs=1), SEEDED, replace(SEEDED, seed=9, prompt_logprobs=1), LONG]
+    """The engine is idle when it loses the rank, and notices all the same."""
+    params = [replace(GREEDY, logprobs=1), SEEDED, replace(SEEDED, seed=9, prompt_logprobs=1)]
+    params.append(replace(GREEDY, max_tokens=100))
     expected = [answer(out) for out in make_engine("mtp").generate(PROMPTS, params)]
     llm = make_engine("mtp", tensor_parallel_size=2)
     assert [answer(out) for out in llm.generate(PROMPTS, params)] == expected
     (process,) = processes(llm)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
-    began = time.monotonic()
-    with pytest.raises(LockstepError, match=r"rank 1 of 2 .* ended by SIGKILL"):
+    wait_until_dead(llm)
+    with pytest.raises(EngineDeadError, match=r"rank 1 of 2 .* ended by SIGKILL"):
         llm.generate(PROMPTS, LONG)
-    assert time.monotonic() - began < 10
     with pytest.raises(LockstepError, match="rank 1 of 2"):
         llm.generate(PROMPTS, GREEDY)
     wait_until_ended(llm)
@@ -76,6 +90,31 @@ def test_a_rank_that_stops_is_given_up(memory_files: None, monkeypatch: pytest.M
     os.kill(process.pid, signal.SIGSTOP)
     with pytest.raises(LockstepError, match=r"rank 1 of 2 .* has not answered for"):
         llm.generate(PROMPTS, LONG)
+    wait_until_ended(llm)
+
+
+def exhaust_memory(worker: Worker) -> None:
+    """Let the next prompt step of another rank raise what a full GPU raises."""
+    if not worker.group.index:
+        return
+    execute = worker.launch
+
+    def launch(schedule: Schedule, fill_masks: FillMasks) -> list[LaunchedStep]:
+        if len(schedule.decode) == len(PROMPTS):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return execute(schedule, fill_masks)
+
+    worker.launch = launch  # type: ignore[method-assign]
+
+
+def test_a_rank_that_runs_out_of_memory_under_load_is_named(memory_files: None) -> None:
+    llm = make_engine(None, tensor_parallel_size=2)
+    executor_of(llm.engine).collective_rpc(exhaust_memory)
+    began = time.monotonic()
+    with pytest.raises(LockstepError, match=r"rank 1 of 2 .*CUDA out of memory\. Tried") as caught:
+        llm.generate(PROMPTS, LONG)
+    assert time.monotonic() - began < 20
+    assert "worker.launch" in str(caught.value), "the traceback helps to find the step"
     wait_until_ended(llm)
 
 

@@ -18,7 +18,7 @@ from lockstep.check.report.report import Report, Tally
 from lockstep.errors import ConfigError
 from lockstep.example_prompts import long_prompt, short_prompts
 from lockstep.llm import LLM
-from lockstep.models.gguf.folder import holds_gguf
+from lockstep.models.gguf.folder import has_gguf
 from lockstep.sampling_params import SamplingParams
 from lockstep.worker.executor import executor_of
 
@@ -37,7 +37,7 @@ def load_oracle(llm: LLM) -> Any:
             "Leave one of them out."
         )
     folder = llm.engine.plan.model_path
-    if holds_gguf(folder):
+    if has_gguf(folder):
         raise ConfigError(
             "--oracle is not allowed with a GGUF file: the comparison loads safetensors. Leave it "
             "out, or name the model's safetensors."

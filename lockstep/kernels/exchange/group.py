@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+POLL_SECONDS = 0.5
+"""Interval at which an exchange over gloo looks whether its group was closed."""
 ABORT_SECONDS = 5.0
 """Seconds that NCCL has to abort."""
 
@@ -69,25 +71,44 @@ class DryGroup:
 class GlooGroup:
     """Group of processes that exchange tensors of CPUs by gloo.
 
-    seconds: time after which a rank that does not answer is an error.
+    seconds: time after which a rank that does not answer is an error. address: of this host, by
+    which the other ranks reach it; None for gloo's own choice.
     """
 
-    def __init__(self, store: dist.Store, index: int, size: int, seconds: float) -> None:
+    def __init__(
+        self, store: dist.Store, index: int, size: int, seconds: float, address: str | None = None
+    ) -> None:
         self.index = index
         self.size = size
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=seconds)
+        create = dist.ProcessGroupGloo
+        options._devices = [
+            create.create_device(hostname=address) if address else create.create_default_device()
+        ]
+        self._closed = threading.Event()
         # A process group of its own, so that several engines can live in one process.
-        self._group = dist.ProcessGroupGloo(store, index, size, timedelta(seconds=seconds))
+        self._group = dist.ProcessGroupGloo(store, index, size, options)
 
     def all_gather(self, local: Tensor) -> Tensor:
         """See RankGroup."""
         gathered = local.new_empty(self.size, *local.shape)
         # As bytes: gloo does not know every dtype.
         parts = list(gathered.view(self.size, -1).view(torch.uint8).unbind(0))
-        self._group.allgather([parts], [local.contiguous().view(-1).view(torch.uint8)]).wait()
+        work = self._group.allgather([parts], [local.contiguous().view(-1).view(torch.uint8)])
+        while not work.is_completed():
+            try:
+                work.wait(timedelta(seconds=POLL_SECONDS))
+            except RuntimeError:
+                # Else only the interval has passed.
+                if work.is_completed() or self._closed.is_set():
+                    raise
+        work.wait()
         return gathered
 
     def close(self) -> None:
-        """See RankGroup. Connections end with the processes of the other ranks."""
+        """See RankGroup. Connections end with the processes of the ranks."""
+        self._closed.set()
 
 
 class NcclGroup:

@@ -30,10 +30,6 @@ LOWEST = tl.constexpr(-(1 << 31))
 HIGHEST = tl.constexpr((1 << 31) - 1)
 NOTHING = tl.constexpr(-2139095041)
 """Key of -inf."""
-GROUP = 32
-"""Adjacent tokens that share a peak."""
-TILE = 128
-"""Groups in the tile of candidates."""
 
 
 @triton.jit

@@ -30,30 +30,17 @@ from lockstep.kernels.sampling.device_score import (
     scores_of,
 )
 from lockstep.kernels.sampling.kernels import NONE, UNDECIDED, best_of_parts, filters, pick
+from lockstep.kernels.sampling.shard import HEADER_WORDS
 
-HEADER = tl.constexpr(8)
-"""32-bit words of a record that every row needs. The last ones only align what follows."""
+HEADER = tl.constexpr(HEADER_WORDS)
 BEST = tl.constexpr(0)
 BEST_INDEX = tl.constexpr(1)
 BOUND = tl.constexpr(2)
 FIRST_BLOCK = tl.constexpr(3)
 NUM_BLOCKS = tl.constexpr(4)
-"""Words of a record: best score and its index in the whole row; the smallest key that at most TILE
-of the rank's peaks reach; the rank's first block and number of blocks. Then follow the block peaks
-and masses, the groups and their peaks, and the logits of the groups."""
-BLOCK_ALIGNMENT = 4
-"""Multiple of words to which the number of blocks is rounded up."""
-
-
-def record_words(blocks: int, tile: int, group: int, itemsize: int) -> tuple[int, int, int]:
-    """Return (words of a record, its first word of groups, its first word of logits).
-
-    blocks: of the rank with most logits. tile: groups that a rank proposes. itemsize: of a logit.
-    """
-    padded = -(-blocks // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
-    groups = HEADER.value + 2 * padded
-    logits = groups + 2 * tile
-    return logits + tile * group * itemsize // 4, groups, logits
+"""Words of the header: best score and its index in the whole row; the smallest key that at most
+TILE of the rank's peaks reach; the rank's first block and number of blocks. See RecordLayout for
+the rest."""
 
 
 @triton.jit

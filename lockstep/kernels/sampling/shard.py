@@ -8,6 +8,36 @@ from torch import Tensor
 VOCABULARY_TILE = 2048
 """Logits whose sums a kernel computes at once. A shard begins at a multiple of it, so that every
 tile, and every sum, belongs to one rank."""
+GROUP = 32
+"""Adjacent tokens that share a peak, their maximum score."""
+TILE = 128
+"""Groups in the tile of candidates to which filters are applied first."""
+HEADER_WORDS = 8
+"""32-bit words of a record that every row needs."""
+BLOCK_ALIGNMENT = 4
+"""Multiple to which a record rounds its number of blocks up, which aligns what follows."""
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Layout, in 32-bit words, of what a rank sends of one logit row.
+
+    A header, the largest peak and then the mass of each block, the numbers of the groups and then
+    their peaks, from the word `groups` on, and the logits of the groups, from the word `logits` on.
+    size: words of the record.
+    """
+
+    groups: int
+    logits: int
+    size: int
+
+    @classmethod
+    def of(cls, blocks: int, tile: int, group: int, itemsize: int) -> "RecordLayout":
+        """Return the layout for so many blocks, `tile` groups, and logits of itemsize bytes."""
+        padded = -(-blocks // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+        groups = HEADER_WORDS + 2 * padded
+        logits = groups + 2 * tile
+        return cls(groups, logits, logits + tile * group * itemsize // 4)
 
 
 def send_nothing(local: Tensor, widths: Sequence[int], needed: Tensor | None = None) -> Tensor:
@@ -75,3 +105,8 @@ class LogitShard:
         size = records.shape[1]
         whole = self.exchange(records, (size,) * self.ranks, needed=needed)
         return whole.view(len(records), self.ranks, size)
+
+    def record_bytes(self, itemsize: int) -> int:
+        """Return the bytes that a rank sends of a row that filters, with logits of itemsize."""
+        blocks = -(-self.max_width // VOCABULARY_TILE)
+        return 4 * RecordLayout.of(blocks, TILE, GROUP, itemsize).size

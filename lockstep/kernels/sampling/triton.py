@@ -8,10 +8,6 @@ from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.sampling import VOCABULARY_TILE, LogitShard, SamplingState, sample
-from lockstep.kernels.sampling.device_filter import (
-    GROUP,
-    TILE,
-)
 from lockstep.kernels.sampling.device_score import (
     Batch,
     Parameters,
@@ -19,9 +15,9 @@ from lockstep.kernels.sampling.device_score import (
 from lockstep.kernels.sampling.exchange_kernels import (
     choose_proposed_kernel,
     propose_kernel,
-    record_words,
 )
 from lockstep.kernels.sampling.kernels import choose_kernel, score_kernel, whole_kernel
+from lockstep.kernels.sampling.shard import GROUP, TILE, RecordLayout
 
 SPAN = 8192
 """Logits per CTA in a batch of MANY logit rows or more."""
@@ -108,8 +104,8 @@ class _Launch:
     def score(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Launch score_kernel -> peaks, masses, best scores and their indices, of this rank."""
         sizes = _sizes(self.shard.width)
-        partials = (self.floats(sizes["GROUPS"]), self.floats(sizes["BLOCKS"]))
-        partials += (self.floats(self.parts), self.ints(self.parts))
+        peaks, masses = self.floats(sizes["GROUPS"]), self.floats(sizes["BLOCKS"])
+        partials = (peaks, masses, self.floats(self.parts), self.ints(self.parts))
         score_kernel[(self.logit_rows, self.parts)](
             self.batch, self.parameters, *partials, *self.numbers, VOCAB=self.shard.width,
             FIRST=self.shard.begin, SPAN=self.span, GRAIN=GRAIN, BLOCK=BLOCK, num_warps=8,
@@ -128,11 +124,11 @@ class _Launch:
         )  # fmt: skip
 
     def _record(self) -> dict[str, int]:
-        """Return the layout of a record."""
+        """Return the layout of a record, as constants of the kernels."""
         itemsize = self.batch.logits.dtype.itemsize
-        blocks = _sizes(self.shard.max_width)["BLOCKS"]
-        words, groups, logits = record_words(blocks, TILE, GROUP, itemsize)
-        return dict(WORDS=words, GROUPS_AT=groups, LOGITS_AT=logits, LOGIT_WORDS=4 // itemsize)
+        layout = RecordLayout.of(_sizes(self.shard.max_width)["BLOCKS"], TILE, GROUP, itemsize)
+        sizes = dict(WORDS=layout.size, GROUPS_AT=layout.groups, LOGITS_AT=layout.logits)
+        return sizes | dict(LOGIT_WORDS=4 // itemsize)
 
     def propose(self, partials: tuple[Tensor, ...]) -> Tensor:
         """Launch propose_kernel and exchange the records -> [N, ranks, words] int32."""

@@ -29,7 +29,10 @@ ROPE_DIVISORS = "rope_freqs.weight"
 
 
 class Settings:
-    """Reader of one architecture's settings. c: metadata without the architecture's prefix."""
+    """Reader of one architecture's settings, which read() returns as config.json has them.
+
+    c: reader of the metadata without the architecture's prefix.
+    """
 
     model_type: str
 
@@ -44,13 +47,16 @@ class Settings:
         self.c = ConfigReader(settings, prefix, model.path.name)
 
     def read(self) -> dict[str, Any]:
-        """Return config.json. Raises CheckpointError for metadata that is missing or not built."""
+        """Return config.json.
+
+        Raises CheckpointError for metadata that is missing or that this engine does not support.
+        """
         c = self.c
         self._check_common()
         heads = c.size("attention.head_count")
         hidden = c.size("embedding_length")
         head_dim = c.size("attention.key_length", max(hidden // heads, 1))
-        c.only("attention.value_length", head_dim, default=head_dim)
+        c.one_of("attention.value_length", head_dim, default=head_dim)
         config = {
             "model_type": self.model_type,
             "torch_dtype": self._dtype(),
@@ -83,8 +89,8 @@ class Settings:
         return {"intermediate_size": self.c.size("feed_forward_length")}
 
     def _check_common(self) -> None:
-        """Refuse values of entries with which the model would be another one."""
-        self.c.only("attention.causal", True, default=True)
+        """Raise CheckpointError for values that would change the model's math."""
+        self.c.one_of("attention.causal", True, default=True)
         drafting = self.c.get("nextn_predict_layers", int, 0)
         allowed = (0, 1) if isinstance(self, Hybrid) else (0,)
         self.c.need(drafting in allowed, "nextn_predict_layers", " or ".join(map(str, allowed)))
@@ -125,14 +131,14 @@ class Settings:
             "rope_theta": c.positive("rope.freq_base", 10000.0),
             "partial_rotary_factor": width / head_dim,
         }
-        scaling = c.only("rope.scaling.type", "none", "linear", "yarn", default="none")
+        scaling = c.one_of("rope.scaling.type", "none", "linear", "yarn", default="none")
         for name in ("attn_factor", "yarn_ext_factor", "yarn_attn_factor"):
-            c.only(f"rope.scaling.{name}", 1.0, default=1.0)
+            c.one_of(f"rope.scaling.{name}", 1.0, default=1.0)
         if ROPE_DIVISORS in self.model.tensors:
             c.need(scaling == "none", "rope.scaling.type", f"none, next to {ROPE_DIVISORS}")
             return rope | self._divisors(width)
         if scaling == "none":
-            c.only("rope.scaling.factor", 1.0, 0.0, default=1.0)
+            c.one_of("rope.scaling.factor", 1.0, 0.0, default=1.0)
             return rope
         rope |= {"rope_type": scaling, "factor": c.positive("rope.scaling.factor")}
         if scaling == "yarn":
@@ -164,7 +170,7 @@ class Settings:
     def _refuse_unread(self) -> None:
         """Raise CheckpointError for an entry of the architecture that no code has read."""
         for name, value in self.c.raw.items():
-            known = name in self.c.raw.asked or name in WITHOUT_EFFECT
+            known = name in self.c.raw.names_read or name in WITHOUT_EFFECT
             if not known and not is_off(name, value):
                 remedy = "Serve the model's safetensors, or another file of it."
                 allowed = "entries that this architecture is built for"
@@ -192,7 +198,7 @@ class Mixtral(Settings):
     model_type = "mixtral"
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings; an expert has the width of the feed-forward layers."""
+        """Return the settings; feed_forward_length is the width of an expert."""
         return super().settings() | mixture(self.c)
 
 
@@ -281,10 +287,10 @@ ARCHITECTURES: Mapping[str, type[Settings]] = {
 
 
 def mixture(c: ConfigReader) -> dict[str, Any]:
-    """Return the number of experts and of those that a token goes to."""
-    c.only("expert_weights_norm", True, default=True)
-    c.only("expert_weights_scale", 1.0, 0.0, default=1.0)
-    c.only("expert_gating_func", 1, default=1)  # softmax
+    """Return the number of experts, and the number of experts per token."""
+    c.one_of("expert_weights_norm", True, default=True)
+    c.one_of("expert_weights_scale", 1.0, 0.0, default=1.0)
+    c.one_of("expert_gating_func", 1, default=1)  # softmax
     return {
         "num_experts": c.size("expert_count", max_value=MAX_EXPERTS),
         "num_experts_per_tok": c.size("expert_used_count"),
@@ -294,7 +300,7 @@ def mixture(c: ConfigReader) -> dict[str, Any]:
 def settings_of(model: GGUFModel) -> Settings:
     """Return the reader of a file's architecture. Raises CheckpointError where none is built."""
     general = ConfigReader(model.metadata, file=model.path.name)
-    general.only("general.type", "model", default="model")
+    general.one_of("general.type", "model", default="model")
     name = general.get("general.architecture", str)
     if name not in ARCHITECTURES:
         allowed = ", ".join(ARCHITECTURES)

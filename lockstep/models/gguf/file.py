@@ -162,7 +162,7 @@ class GGUFFile:
 
 
 class GGUFModel:
-    """The files of one model: metadata of the first one, tensors of all."""
+    """Model in one or several files: metadata of the first file, tensors of all."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         """Read the headers. Raises CheckpointError where one is damaged or tensors are missing."""
@@ -199,7 +199,7 @@ class _TensorInfo:
     offset: int
 
     def entry(self, cursor: "_Cursor", data: int, alignment: int) -> TensorEntry:
-        """Return the checked entry of a tensor. data: where the data of the file begin."""
+        """Return the checked entry of a tensor. data: offset of the data section in the file."""
         tensor = f"tensor {self.name[:100]!r}"
         if self.number not in KINDS:
             kind = OTHER_KINDS.get(self.number, f"type {self.number}")
@@ -221,7 +221,10 @@ class _TensorInfo:
 
 
 class _Cursor:
-    """Position in the header. Each method reads one thing and moves on."""
+    """Position in the header. Each reading method returns one item and moves the position past it.
+
+    values: elements of all arrays read so far.
+    """
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
@@ -344,7 +347,7 @@ class _Cursor:
 def shortest(value: float) -> float:
     """Return the float with the fewest digits that rounds to this fp32 number.
 
-    1e-05 was stored as 9.999999747378752e-06; config.json says 1e-05.
+    A GGUF file stores 1e-05 of config.json as fp32, which reads as 9.999999747378752e-06.
     """
     stored = struct.pack("<f", value)
     for digits in range(6, 9):

@@ -19,7 +19,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.gguf.config import settings_of
 from lockstep.models.gguf.file import GGUFModel
 from lockstep.models.gguf.tokenizer import text_files
-from lockstep.models.json_files import some
+from lockstep.models.json_files import brief_list
 from lockstep.quantization.gguf_blocks import LAYOUTS
 from lockstep.settings import why_unread
 
@@ -30,7 +30,7 @@ OTHER_MODALITY = "mmproj"
 """Prefix of the names of files that hold the image encoder of a model."""
 
 
-def holds_gguf(folder: Path) -> bool:
+def has_gguf(folder: Path) -> bool:
     """Return whether the weights of a folder are GGUF: it has such files, and no safetensors."""
     return any(folder.glob(f"*{SUFFIX}")) and not any(folder.glob("*.safetensors"))
 
@@ -45,7 +45,7 @@ def gguf_files(path: Path) -> list[Path]:
     names = sorted(p for p in path.glob(f"*{SUFFIX}") if not p.name.startswith(OTHER_MODALITY))
     models = {tuple(_parts(name)) for name in names}
     if len(models) != 1:
-        listed = some([name.name for name in names]) or "none"
+        listed = brief_list([name.name for name in names]) or "none"
         raise ConfigError(
             f"model={str(path)!r} holds GGUF files of {len(models)} models ({listed}); allowed: a "
             "folder with one, or the path of a file. Name the file."
@@ -64,13 +64,13 @@ def _parts(path: Path) -> list[Path]:
     if missing or not parts:
         raise CheckpointError(
             f"{path.parent} lacks {len(missing)} of the {count} files of {name[1]!r}: "
-            f"{some(missing)}. Fetch them."
+            f"{brief_list(missing)}. Fetch them."
         )
     return parts
 
 
-def translated(paths: Sequence[Path]) -> Path:
-    """Return the checkpoint folder of the files of one model, made on first use.
+def checkpoint_folder(paths: Sequence[Path]) -> Path:
+    """Return the checkpoint folder of the GGUF files of one model; the first call writes it.
 
     Raises CheckpointError where the files are damaged or of a model that is not built, ConfigError
     where the folder cannot be written.

@@ -1,8 +1,8 @@
 """Tensors of GGUF files by the names and in the layouts that safetensors have.
 
 llama.cpp's converter renames tensors, joins experts, reorders rows and stores some parameters as
-the values that its kernels need. Everything is undone here. What only moves rows stays quantized;
-what changes values or moves columns is dequantized to fp32.
+the values that its kernels need. This module undoes all of it. A tensor whose rows only move stays
+quantized; a tensor whose values change or whose columns move is dequantized to fp32.
 """
 
 import re
@@ -127,15 +127,16 @@ def reorder(view: View, order: Callable[[int], Tensor]) -> View:
     return replace(view, order=order)
 
 
-def change(view: View, values: Callable[[Tensor], Tensor], *shape: int) -> View:
+def with_values(view: View, values: Callable[[Tensor], Tensor], *shape: int) -> View:
     """Return the view with other values, and another shape where one is named."""
     return replace(view, values=values, shape=shape or view.shape)
 
 
 def rotary_rows(heads: int, rows: int) -> Tensor:
-    """Return for each row of q or k its row in a file of llama.cpp's "llama".
+    """Return for each row of q or k its row in a GGUF file of the architecture "llama".
 
-    The converter makes the two dims of a rotary pair adjacent; here they are half a head apart.
+    The converter makes the two dims of a rotary pair adjacent; in safetensors they are half a head
+    apart. Raises CheckpointError for a number of rows that heads do not divide.
     """
     check_size(rows, -(-rows // (2 * heads)) * 2 * heads)
     return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).flatten()
@@ -151,18 +152,24 @@ def check_size(size: int, wanted: int) -> None:
 
 
 def value_rows(key_heads: int, group: int, width: int, before: int, size: int) -> Tensor:
-    """Return for each of `size` rows of a tensor by value heads its row in the file.
+    """Return for each of `size` rows of a tensor that is ordered by value heads its row in the
+    file.
 
-    Here the `group` value heads of a key head are adjacent; in the file the first value head of
-    every key head comes first. before: leading rows that are not reordered.
+    In safetensors the `group` value heads of a key head are adjacent; in the file the first value
+    head of every key head comes first. width: rows of a value head. before: leading rows that are
+    not reordered. Raises CheckpointError for another number of rows.
     """
     check_size(size, before + key_heads * group * width)
     rows = torch.arange(key_heads * group * width).view(group, key_heads, width)
     return torch.cat([torch.arange(before), before + rows.transpose(0, 1).flatten()])
 
 
-class Names:
-    """Names and layouts of one model type. config: the settings as config.json has them."""
+class TensorNames:
+    """Names and layouts of one model type's tensors.
+
+    config: the settings as config.json has them. modules: module in the file -> module of a layer.
+    experts: names of an expert's gate, up and down projections. mixture: name of the MoE module.
+    """
 
     modules: Mapping[str, str] = ATTENTION | FFN_NORM | DENSE
     experts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -183,16 +190,16 @@ class Names:
             if block is None:
                 module, _, suffix = entry.name.rpartition(".")
                 name = f"{OUTSIDE.get(module, module)}.{suffix}"
-                yield name, self.adapted(module, suffix, View.whole(entry))
+                yield name, self.adapt(module, suffix, View.whole(entry))
             else:
-                yield from self.of_layer(int(block[1]), block[2], View.whole(entry))
+                yield from self.layer_views(int(block[1]), block[2], View.whole(entry))
 
-    def of_layer(self, layer: int, name: str, view: View) -> Iterator[tuple[str, View]]:
-        """Yield the tensors that one of a layer becomes."""
+    def layer_views(self, layer: int, name: str, view: View) -> Iterator[tuple[str, View]]:
+        """Yield name and view of each checkpoint tensor that is stored in one tensor of a layer."""
         module, _, suffix = name.rpartition(".")
         fused = module in (*EXPERTS, FUSED_EXPERTS) and len(view.shape) == 3
         if fused and view.shape[0] <= MAX_EXPERTS:
-            yield from self.of_experts(self.layer_name(layer), module, view)
+            yield from self.expert_views(self.layer_name(layer), module, view)
             return
         known = self.modules.get(module)
         if known is None:
@@ -200,14 +207,14 @@ class Names:
             return
         outside = known.startswith("mtp.")
         full = known if outside else f"{self.layer_name(layer)}.{known}"
-        yield f"{full}.{suffix}", self.adapted(module, suffix, view)
+        yield f"{full}.{suffix}", self.adapt(module, suffix, view)
 
     def layer_name(self, layer: int) -> str:
-        """Return what a layer is called."""
+        """Return the checkpoint's name of a layer."""
         return f"model.layers.{layer}"
 
-    def of_experts(self, layer: str, module: str, view: View) -> Iterator[tuple[str, View]]:
-        """Yield each expert's matrices of a tensor [E, N, K]."""
+    def expert_views(self, layer: str, module: str, view: View) -> Iterator[tuple[str, View]]:
+        """Yield name and view of each expert's matrices within a tensor [E, N, K]."""
         count, rows, columns = view.shape
         names = (self.experts[EXPERTS.index(module)],) if module in EXPERTS else self.experts[:2]
         size = rows // len(names)
@@ -217,15 +224,15 @@ class Names:
             part_view = replace(view, begin=begin, end=begin + size, shape=(size, columns))
             yield f"{layer}.{self.mixture}.experts.{expert}.{names[part]}.weight", part_view
 
-    def adapted(self, module: str, suffix: str, view: View) -> View:
+    def adapt(self, module: str, suffix: str, view: View) -> View:
         """Return the view in the layout of safetensors."""
         return view
 
 
-class LlamaNames(Names):
+class LlamaTensorNames(TensorNames):
     """Llama: rows of q and k are reordered for another form of rotary positions."""
 
-    def adapted(self, module: str, suffix: str, view: View) -> View:
+    def adapt(self, module: str, suffix: str, view: View) -> View:
         heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(module)
         if heads is None:
             return view
@@ -233,24 +240,24 @@ class LlamaNames(Names):
         if len(view.shape) > 1:
             return reorder(view, order)
         # A bias is one row of the file.
-        return change(view, lambda row: row[:, order(row.shape[1])])
+        return with_values(view, lambda row: row[:, order(row.shape[1])])
 
 
-class MixtralNames(LlamaNames):
-    """Mixtral: the same with experts."""
+class MixtralTensorNames(LlamaTensorNames):
+    """Mixtral: Llama's layers with experts."""
 
     modules = ATTENTION | FFN_NORM | {"ffn_gate_inp": "block_sparse_moe.gate"}
     experts = ("w1", "w3", "w2")
     mixture = "block_sparse_moe"
 
 
-class MoENames(Names):
+class MoETensorNames(TensorNames):
     """Qwen3 with experts."""
 
     modules = ATTENTION | FFN_NORM | {"ffn_gate_inp": "mlp.gate"}
 
 
-class HybridNames(Names):
+class HybridTensorNames(TensorNames):
     """Qwen3.5 and Qwen3-Next.
 
     The file stores norms as 1 + w, A_log as -exp(A_log), the convolution without its middle
@@ -260,26 +267,26 @@ class HybridNames(Names):
     modules = ATTENTION | DENSE | RECURRENT | SHARED | DRAFT
 
     def layer_name(self, layer: int) -> str:
-        """Return what a layer is called: the one after the last is the draft module's."""
+        """Return the name of a layer; layers after the last belong to the draft module."""
         count = self.config["num_hidden_layers"]
         return f"model.layers.{layer}" if layer < count else f"mtp.layers.{layer - count}"
 
-    def of_layer(self, layer: int, name: str, view: View) -> Iterator[tuple[str, View]]:
+    def layer_views(self, layer: int, name: str, view: View) -> Iterator[tuple[str, View]]:
         mixer = f"{self.layer_name(layer)}.linear_attn"
         size = prod(view.shape)
         if name == "ssm_a":
-            yield f"{mixer}.A_log", change(view, self._log_of_decay, size)
+            yield f"{mixer}.A_log", with_values(view, self._log_of_decay, size)
         elif name == "ssm_dt.bias":
-            yield f"{mixer}.dt_bias", change(view, self._by_value_head, size)
+            yield f"{mixer}.dt_bias", with_values(view, self._by_value_head, size)
         elif name == "ssm_ba.weight":
             yield from self._beta_and_alpha(mixer, view)
         else:
-            yield from super().of_layer(layer, name, view)
+            yield from super().layer_views(layer, name, view)
 
-    def adapted(self, module: str, suffix: str, view: View) -> View:
+    def adapt(self, module: str, suffix: str, view: View) -> View:
         # The gated norm is the one whose weight is not stored around zero.
         if module.endswith("norm") and module != "ssm_norm":
-            return change(view, lambda weight: weight - 1)
+            return with_values(view, lambda weight: weight - 1)
         if module == "ssm_conv1d" and len(view.shape) == 2:
             channels, taps = view.shape
             return replace(view, order=self._order(module), shape=(channels, 1, taps))
@@ -288,7 +295,7 @@ class HybridNames(Names):
         # Reordering columns breaks quantization blocks, so ssm_out is dequantized.
         if module == "ssm_out" and self._group > 1:
             order = partial(self._value_rows, self.config["linear_value_head_dim"], 0)
-            return change(view, lambda weight: weight[:, order(weight.shape[1])])
+            return with_values(view, lambda weight: weight[:, order(weight.shape[1])])
         order_of = self._order(module)
         return view if order_of is None else reorder(view, order_of)
 
@@ -337,21 +344,21 @@ class HybridNames(Names):
             yield f"{mixer}.{name}.weight", replace(view, order=order, shape=shape)
 
 
-class Qwen3NextNames(HybridNames):
+class Qwen3NextTensorNames(HybridTensorNames):
     """Qwen3-Next: value heads are in their order."""
 
     _group = 1
 
 
-NAMES: Mapping[type[Settings], type[Names]] = {
-    Llama: LlamaNames,
-    Mixtral: MixtralNames,
-    Qwen2: Names,
-    Qwen3: Names,
-    Qwen3MoE: MoENames,
-    Hybrid: HybridNames,
-    HybridMoE: HybridNames,
-    Qwen3Next: Qwen3NextNames,
+NAMES: Mapping[type[Settings], type[TensorNames]] = {
+    Llama: LlamaTensorNames,
+    Mixtral: MixtralTensorNames,
+    Qwen2: TensorNames,
+    Qwen3: TensorNames,
+    Qwen3MoE: MoETensorNames,
+    Hybrid: HybridTensorNames,
+    HybridMoE: HybridTensorNames,
+    Qwen3Next: Qwen3NextTensorNames,
 }
 
 
@@ -395,7 +402,7 @@ def gguf_weight_files(paths: Sequence[Path]) -> list[GGUFWeightFile]:
     return [GGUFWeightFile(file.path, views_by_name(names, file)) for file in model.files]
 
 
-def views_by_name(names: Names, file: GGUFFile) -> dict[str, View]:
+def views_by_name(names: TensorNames, file: GGUFFile) -> dict[str, View]:
     """Return the views of a file. Raises CheckpointError where two tensors become one."""
     views: dict[str, View] = {}
     for name, view in names.views(file):

@@ -15,7 +15,7 @@ from typing import Any
 from lockstep.errors import LockstepError
 from lockstep.models.config_reader import ConfigReader
 from lockstep.models.gguf.file import GGUFModel
-from lockstep.models.gguf.split_files import SPLITTINGS
+from lockstep.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from lockstep.models.ignored_settings import is_off
 
 PREFIX = "tokenizer."
@@ -133,14 +133,14 @@ class TextFiles:
     def _byte_level(self) -> tuple[Any, ...]:
         """Return the parts of a byte-level BPE."""
         pre = self.c.raw.get("ggml.pre")
-        if pre not in SPLITTINGS:
+        if pre not in PRE_TOKENIZERS:
             remedy = "Convert the model again, or serve its safetensors."
-            raise self.error("ggml.pre", pre, ", ".join(SPLITTINGS), remedy)
-        self.c.only("ggml.add_space_prefix", False, default=False)
-        how = SPLITTINGS[pre]
+            raise self.error("ggml.pre", pre, ", ".join(PRE_TOKENIZERS), remedy)
+        self.c.one_of("ggml.add_space_prefix", False, default=False)
+        pre_tokenizer = PRE_TOKENIZERS[pre]
         splits = [
             {"type": "Split", "pattern": {"Regex": one}, "behavior": "Isolated", "invert": False}
-            for one in how.patterns
+            for one in pre_tokenizer.patterns
         ]
         bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
         splitter = {"type": "Sequence", "pretokenizers": [*splits, {**bytes_, "use_regex": False}]}
@@ -148,12 +148,12 @@ class TextFiles:
             "unk_token": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": how.ignore_merges,
+            "ignore_merges": pre_tokenizer.ignore_merges,
             "vocab": self._vocabulary(),
             "merges": self._merges(),
         }
-        normalizer = {"type": "NFC"} if how.nfc else None
-        return normalizer, splitter, model, {**bytes_, "use_regex": True}, how.bos
+        normalizer = {"type": "NFC"} if pre_tokenizer.nfc else None
+        return normalizer, splitter, model, {**bytes_, "use_regex": True}, pre_tokenizer.bos
 
     def _vocabulary(self) -> dict[str, int]:
         """Return the id of each token, rows without a token left out."""
@@ -234,7 +234,7 @@ class TextFiles:
         """Return the special tokens around a text. bos: whether BOS begins one by default."""
         begin = self._edge("bos", self.c.get("ggml.add_bos_token", bool, bos))
         end = self._edge("eos", self.c.get("ggml.add_eos_token", bool, False))
-        self.c.only("ggml.add_sep_token", False, default=False)
+        self.c.one_of("ggml.add_sep_token", False, default=False)
         if not begin and not end:
             return None
         special = {
@@ -292,7 +292,11 @@ class TextFiles:
         """Raise CheckpointError for an entry that no code has read and that may change tokens."""
         ignored = ("ggml.token_type_count", "ggml.scores", "huggingface.json", "ggml.pre")
         for name, value in self.c.raw.items():
-            if name not in self.c.raw.asked and name not in ignored and not is_off(name, value):
+            if (
+                name not in self.c.raw.names_read
+                and name not in ignored
+                and not is_off(name, value)
+            ):
                 raise self.error(name[:100], value, "entries that the tokenizer is built for")
 
 

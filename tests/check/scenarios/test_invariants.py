@@ -101,7 +101,7 @@ def test_snapshot_in_use_is_not_reassigned(
 
     def unpinned(self: StateGroup, seq: CacheSeq, pages: int) -> None:
         resume(self, seq, pages)
-        self.settle()
+        self.end_schedule()
 
     monkeypatch.setattr(StateGroup, "resume", unpinned)
     with pytest.raises(InvariantError, match="a snapshot of a step is a row's own slot"):

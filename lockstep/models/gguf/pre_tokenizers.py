@@ -1,4 +1,4 @@
-"""Ways of splitting text before merges apply, by the names that GGUF files give them."""
+"""Pre-tokenizers: how text is split before BPE merges apply, by their names in GGUF files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,12 +33,12 @@ DEEPSEEK3 = (
 
 
 @dataclass(frozen=True)
-class Splitting:
-    """Way of splitting text before merges apply.
+class PreTokenizer:
+    """Rule that splits text into parts, to which BPE merges are applied separately.
 
-    patterns: regular expressions, each applied to the parts of the one before. nfc: text is
-    normalized first. ignore_merges: a part that is a token is taken without merges. bos: default of
-    add_bos_token.
+    patterns: regular expressions in the order of application; each splits the parts that the one
+    before made. nfc: text is normalized to NFC first. ignore_merges: a part that is a token stays
+    whole, without merges. bos: default of add_bos_token.
     """
 
     patterns: tuple[str, ...]
@@ -47,25 +47,25 @@ class Splitting:
     bos: bool = False
 
 
-_GPT2 = Splitting((GPT2,))
-_DIGITS = Splitting((r"\p{N}", GPT2))
-_LLAMA3 = Splitting((LLAMA3,), ignore_merges=True, bos=True)
-_QWEN2 = Splitting((QWEN2,), nfc=True)
-SPLITTINGS: Mapping[str, Splitting] = {
+_GPT2 = PreTokenizer((GPT2,))
+_DIGITS = PreTokenizer((r"\p{N}", GPT2))
+_LLAMA3 = PreTokenizer((LLAMA3,), ignore_merges=True, bos=True)
+_QWEN2 = PreTokenizer((QWEN2,), nfc=True)
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **dict.fromkeys(("gpt-2", "gpt2", "mpt", "olmo", "phi-2", "jais"), _GPT2),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
         _DIGITS,
     ),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA3),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), Splitting((LLAMA3,))),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer((LLAMA3,))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
-    "qwen35": Splitting((QWEN35,), nfc=True),
-    **dict.fromkeys(("gpt-4o", "llama4"), Splitting((GPT4O,))),
-    "tekken": Splitting((TEKKEN,), ignore_merges=True, bos=True),
+    "qwen35": PreTokenizer((QWEN35,), nfc=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizer((GPT4O,))),
+    "tekken": PreTokenizer((TEKKEN,), ignore_merges=True, bos=True),
     **dict.fromkeys(
         ("deepseek-v3", "hunyuan-dense"),
-        Splitting((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK3)),
+        PreTokenizer((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK3)),
     ),
 }
-"""Way of splitting by tokenizer.ggml.pre."""
+"""Pre-tokenizer of each value of tokenizer.ggml.pre."""

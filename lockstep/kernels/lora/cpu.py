@@ -1,0 +1,42 @@
+"""lora on a CPU: the tokens of one adapter together, in chunks that stay in the cache."""
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.backends import cpu_trait
+from lockstep.kernels.lora import halving_sum, lora
+
+CHUNK = 1 << 18
+"""Maximum fp32 products that a chunk of tokens holds at once: 1 MiB, half of a core's L2 cache."""
+
+
+@lora.backend("cpu", supports=cpu_trait)
+def lora_cpu(
+    y: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scales: Tensor,
+    parts: Tensor,
+    adapter_ids: Tensor,
+) -> Tensor:
+    """See lockstep.kernels.lora.contract.lora."""
+    largest = max(a.shape[1] * a.shape[2], b.shape[1] * b.shape[2])
+    for adapter in set(adapter_ids.tolist()) - {0}:
+        scale = scales[adapter]
+        if not scale.any():
+            continue
+        tokens = (adapter_ids == adapter).nonzero().squeeze(1)
+        wide_a = a[adapter].float()
+        wide_b = b[adapter].float()
+        for chunk in tokens.split(max(CHUNK // largest, 1)):
+            hidden = halving_sum(x[chunk].float()[:, None] * wide_a, 2)
+            # [T, R, P] -> [T, R, N]: each column takes the values of its part.
+            hidden = hidden.unflatten(1, (len(scale), -1)).transpose(1, 2)
+            hidden = hidden if len(scale) == 1 else hidden.index_select(2, parts)
+            delta = halving_sum(hidden * wide_b, 1)
+            base = y[chunk]
+            by_column = scale[parts]
+            changed = (base.float() + by_column * delta).to(y.dtype)
+            y[chunk] = torch.where(by_column != 0, changed, base)
+    return y

@@ -1,0 +1,140 @@
+"""Ranks that are child processes of this process: on the head all but rank 0, on other nodes all
+of the node's."""
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from lockstep.child_processes import blocked_signals
+from lockstep.config import EngineConfig
+from lockstep.errors import ConfigError
+from lockstep.worker.broadcast import Broadcaster
+from lockstep.worker.build import pick_device
+from lockstep.worker.hooks import CheckHooks
+from lockstep.worker.rank_process import Failed, RankSettings, Report, run_rank
+
+END_SECONDS = 5.0
+"""Seconds that ranks have to end by themselves."""
+
+
+class LocalRanks:
+    """Child processes of some ranks, all of one node. See RankHost.
+
+    connections: the reports of the ranks, in their order.
+    """
+
+    node_name = ""
+    silent_for = 0.0
+
+    def __init__(self, ranks: range) -> None:
+        self.ranks = ranks
+        self.processes: list[BaseProcess] = []
+        self.connections: list[Connection] = []
+        self._pipes: list[Connection] = []
+        self._broadcaster = Broadcaster(len(ranks))
+
+    def start(self, settings: RankSettings, config: EngineConfig, hooks: CheckHooks) -> None:
+        """Start the processes. settings: of each rank, but for its index and reader."""
+        check_devices(config)
+        context = get_context("spawn")
+        with blocked_signals():
+            for reader, index in enumerate(self.ranks):
+                settings = replace(
+                    settings,
+                    index=index,
+                    memory=self._broadcaster.name,
+                    reader=reader,
+                    num_readers=len(self.ranks),
+                )
+                self._start_process(context, settings, config, hooks)
+
+    def _start_process(
+        self, context: Any, settings: RankSettings, config: EngineConfig, hooks: CheckHooks
+    ) -> None:
+        reports, theirs = context.Pipe(duplex=False)
+        reads, writes = context.Pipe(duplex=False)
+        process = context.Process(
+            target=run_rank,
+            args=(theirs, reads, settings, config, hooks),
+            name=f"lockstep-rank-{settings.index}",
+            daemon=True,
+        )
+        process.start()
+        theirs.close()
+        reads.close()
+        self.processes.append(process)
+        self.connections.append(reports)
+        self._pipes.append(writes)
+
+    def unname(self) -> None:
+        """Remove the name of the shared memory, once every rank has joined."""
+        self._broadcaster.unname()
+
+    def read(self, connection: Connection) -> Sequence[tuple[int, Report]]:
+        """See RankHost."""
+        index = self.connections.index(connection)
+        try:
+            report = connection.recv()
+        except (EOFError, OSError):
+            report = Failed(self._how_it_ended(index), "")
+        return [(self.ranks[index], report)]
+
+    def _how_it_ended(self, index: int) -> str:
+        """Return how the process of an ended rank ended."""
+        process = self.processes[index]
+        process.join(END_SECONDS)
+        code = process.exitcode
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            hint = ", as the system does where memory is short" if name == "SIGKILL" else ""
+            return f"its process was ended by {name}{hint}"
+        return f"its process ended with status {code}"
+
+    def send(self, data: bytes, check: Callable[[], None]) -> None:
+        """See RankHost."""
+        self._broadcaster.send(data, self._pipes, check)
+
+    def beat(self) -> None:
+        """See RankHost: the pipes of the ranks end with this process."""
+
+    def kill(self) -> None:
+        """See RankHost."""
+        for process in self.processes:
+            process.kill()
+
+    def wait(self) -> None:
+        """Wait until the ranks have ended by themselves, at most END_SECONDS."""
+        end = time.monotonic() + END_SECONDS
+        for process in self.processes:
+            process.join(max(0.0, end - time.monotonic()))
+
+    def close(self) -> None:
+        """See RankHost."""
+        self.wait()
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for connection in (*self._pipes, *self.connections):
+            connection.close()
+        self._broadcaster.close()
+
+
+def check_devices(config: EngineConfig) -> None:
+    """Raise ConfigError where this node has fewer GPUs than ranks."""
+    # Imported here: only GPUs are counted.
+    import torch
+
+    size = len(config.node_ranks)
+    if pick_device(config) == "cpu" or torch.cuda.device_count() >= size:
+        return
+    raise ConfigError(
+        f"tensor_parallel_size={config.tensor_parallel_size} is not allowed; allowed: 1 to "
+        f"{torch.cuda.device_count() * config.nnodes}, the number of visible GPUs"
+        f"{' per node, times nnodes' if config.nnodes > 1 else ''}. Lower it, or make more GPUs "
+        "visible (CUDA_VISIBLE_DEVICES)."
+    )

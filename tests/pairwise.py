@@ -1,0 +1,66 @@
+"""Covering arrays: few combinations of a test's parameters that still contain every pair of values.
+
+`@pytest.mark.covering` at a test keeps such combinations in the default run; `make test-slow` runs
+the others.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+
+def covering(rows: Sequence[Sequence[Hashable]], strength: int = 2) -> list[int]:
+    """Return the indices, in order, of rows that contain what all rows contain.
+
+    A row is a combination of values, one per parameter. With strength 1, the chosen rows contain
+    every value of every parameter; with 2, every pair of values of two parameters. The choice is
+    greedy and deterministic: most new combinations first. Among equals, strength 1 takes the least
+    used values, so that values of the other parameters alternate, and 2 the first row.
+    """
+    assert len({len(row) for row in rows}) <= 1, "the rows have different numbers of parameters"
+    parts = [set(combinations(enumerate(row), min(strength, len(row)))) for row in rows]
+    missing = set().union(*parts)
+    uses: Counter[tuple[int, Hashable]] = Counter()
+    chosen: list[int] = []
+    while missing:
+        ranks = []
+        for index, row in enumerate(rows):
+            used = sum(uses[item] for item in enumerate(row)) if strength == 1 else 0
+            ranks.append((-len(parts[index] & missing), used, index))
+        *_, best = min(ranks)
+        chosen.append(best)
+        missing -= parts[best]
+        uses.update(enumerate(rows[best]))
+    return sorted(chosen)
+
+
+def mark_uncovered(items: Iterable[pytest.Item]) -> None:
+    """Mark `slow` what a covering leaves out of the items of each test marked `covering`.
+
+    The mark's argument is the strength, 2 by default. Items that are marked `gpu` or `slow` already
+    are left alone.
+    """
+    tests: defaultdict[Hashable, list[Any]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("covering") and not (
+            item.get_closest_marker("gpu") or item.get_closest_marker("slow")
+        ):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for members in tests.values():
+        mark = members[0].get_closest_marker("covering")
+        rows = [[_key(value) for value in item.callspec.params.values()] for item in members]
+        chosen = covering(rows, *mark.args, **mark.kwargs)
+        for index in set(range(len(members))) - set(chosen):
+            members[index].add_marker(pytest.mark.slow)
+
+
+def _key(value: Any) -> Hashable:
+    """Return what identifies a value of a parameter: itself, or its id if it has no hash."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return type(value), value
