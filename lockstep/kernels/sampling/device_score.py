@@ -63,8 +63,8 @@ class LogitRow(NamedTuple):
 
     of: parameters. row: row of the table. use: its flags. first: index, in the logits of all ranks,
     of the logit with index 0. Sizes: queries per row, length of a row's history, tokens of the
-    vocabulary, vocab (logits per row), stops (stop ids), words (bad words), longest (tokens of a
-    bad word), lanes (longest, rounded up to a power of 2).
+    vocabulary, pitch (logits from one row to the next), stops (stop ids), words (bad words),
+    longest (tokens of a bad word), lanes (longest, rounded up to a power of 2).
 
     Construct a LogitRow inside of the call that takes it: if it were assigned to a variable, Triton
     would turn its constant sizes into tensors.
@@ -78,7 +78,7 @@ class LogitRow(NamedTuple):
     queries: Any
     length: Any
     tokens: Any
-    vocab: Any
+    pitch: Any
     stops: Any
     words: Any
     longest: Any
@@ -167,7 +167,7 @@ def tokens_at(logit_row, indices, live):
 @triton.jit
 def scores_at(logit_row, indices, live):
     """Return the scores at these indices, before filters and noise; -inf where not live."""
-    logits = logit_row.batch.logits + logit_row.at * logit_row.vocab
+    logits = logit_row.batch.logits + logit_row.at * logit_row.pitch
     return scores_of(logit_row, logits + indices, indices, live)
 
 

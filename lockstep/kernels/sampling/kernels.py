@@ -81,16 +81,20 @@ def _best_score(
     return best_of(best, best_spot)
 
 
-@triton.jit(do_not_specialize=["queries", "length", "tokens"])
+@triton.jit(do_not_specialize=["queries", "length", "tokens", "pitch"])
 def score_kernel(
-    batch, state, peaks, masses, values, best_indices, queries, length, tokens,
+    batch, state, peaks, masses, values, best_indices, queries, length, tokens, pitch,
     VOCAB: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
     WORD_LANES: tl.constexpr, FIRST: tl.constexpr, SPAN: tl.constexpr, GRAIN: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """Score SPAN logits of one logit row: store their best, and peaks and masses for filters.
 
     The rank has VOCAB logits of the row, from index FIRST on; stored indices are the rank's own.
+    pitch: VOCAB / ALIGNMENT, where whole rows begin at multiples of ALIGNMENT. The compiler then
+    vectorizes loads, and adds, as for whole rows, however the rank's rows are aligned. None for
+    whole rows.
     """
     at = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -98,12 +102,13 @@ def score_kernel(
     begin = part * SPAN
     use = integer_of(state, row, FLAGS)
     if use == 0:
-        top, first = _plain_best(batch.logits + at * VOCAB, begin, VOCAB, SPAN, GRAIN)
+        logits = batch.logits + at * (VOCAB if pitch is None else pitch * ALIGNMENT)
+        top, first = _plain_best(logits, begin, VOCAB, SPAN, GRAIN)
     else:
         top, first = _best_score(
             LogitRow(
-                batch, state, at, row, use, queries, length, tokens, VOCAB, STOPS, W, L, WORD_LANES,
-                FIRST,
+                batch, state, at, row, use, queries, length, tokens,
+                VOCAB if pitch is None else pitch * ALIGNMENT, STOPS, W, L, WORD_LANES, FIRST,
             ),
             begin, peaks + at * GROUPS, masses + at * BLOCKS, VOCAB, SPAN, BLOCK, GROUP,
         )  # fmt: skip

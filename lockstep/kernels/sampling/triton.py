@@ -1,5 +1,6 @@
 """Launcher of sample in Triton."""
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ GRAIN = 8
 """Adjacent logits per lane."""
 WHOLE = 64
 """Maximum CTAs, and score buffers, that process UNDECIDED logit rows."""
+MAX_ALIGNMENT = 8
+"""Logits of the widest load: 16 bytes of a 16-bit dtype."""
 MAX_VOCAB = 1 << 20
 """Maximum vocabulary size."""
 
@@ -106,10 +109,12 @@ class _Launch:
         sizes = _sizes(self.shard.width)
         peaks, masses = self.floats(sizes["GROUPS"]), self.floats(sizes["BLOCKS"])
         partials = (peaks, masses, self.floats(self.parts), self.ints(self.parts))
+        alignment = gcd(self.shard.total, MAX_ALIGNMENT)
+        pitch = self.shard.width // alignment if self.shard.ranks > 1 else None
         score_kernel[(self.logit_rows, self.parts)](
-            self.batch, self.parameters, *partials, *self.numbers, VOCAB=self.shard.width,
-            FIRST=self.shard.begin, SPAN=self.span, GRAIN=GRAIN, BLOCK=BLOCK, num_warps=8,
-            **sizes, **self.common,
+            self.batch, self.parameters, *partials, *self.numbers, pitch, VOCAB=self.shard.width,
+            FIRST=self.shard.begin, SPAN=self.span, GRAIN=GRAIN, BLOCK=BLOCK, ALIGNMENT=alignment,
+            num_warps=8, **sizes, **self.common,
         )  # fmt: skip
         return partials
 
