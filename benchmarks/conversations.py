@@ -105,7 +105,7 @@ def run_conversations(llm: LLM, args: argparse.Namespace) -> tuple[list[list[int
     stats = llm.engine.refresh_stats()
     clock, spent = (statistics.median(values) for values in zip(*later, strict=True))
     line = {
-        "found": round(stats.prefix_hits_total / stats.prefix_queries_total, 3),
+        "hit_rate": round(stats.prefix_hits_total / stats.prefix_queries_total, 3),
         "found_in_host": round(stats.host_hits_total / stats.prefix_queries_total, 3),
         "ttft_ms": round(1000 * clock, 2),
         "ttft_cpu_ms": round(1000 * spent, 2),

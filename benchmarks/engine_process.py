@@ -30,10 +30,10 @@ WAYS = {"thread": ["--disable-frontend-multiprocessing"], "process": []}
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of one round; all but the first in ms.
+    """Figures of one round; latencies in ms.
 
-    tokens_per_s: of all streams. piece_p99: between two events of a stream. first_p99: to the first
-    event.
+    tokens_per_s: generated tokens of all streams. health_p50, health_p99: latency of /health.
+    piece_p99: time between two events of a stream. first_p99: time to the first event.
     """
 
     tokens_per_s: float

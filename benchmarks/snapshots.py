@@ -90,7 +90,7 @@ def main() -> None:
             line = {
                 "trace": trace.__name__,
                 "every": every,
-                "found": round(cache.hit_tokens / cache.query_tokens, 4),
+                "hit_rate": round(cache.hit_tokens / cache.query_tokens, 4),
                 "prompt_tokens": cache.query_tokens,
                 "computed_tokens": cache.query_tokens - cache.hit_tokens,
                 "snapshots": num_snapshots,
@@ -119,43 +119,41 @@ def scheduler_of(limits: StepLimits, size: memory.CacheSize, every: int) -> Sche
     )
 
 
-def tokens(draw: random.Random, bounds: tuple[int, int]) -> list[int]:
+def tokens(rng: random.Random, bounds: tuple[int, int]) -> list[int]:
     """Return random tokens; bounds: minimum and maximum number."""
-    return [draw.randrange(VOCAB) for _ in range(draw.randint(*bounds))]
+    return [rng.randrange(VOCAB) for _ in range(rng.randint(*bounds))]
 
 
-def order(draw: random.Random, texts: int, turns: int) -> list[int]:
+def order(rng: random.Random, texts: int, turns: int) -> list[int]:
     """Return the random order in which texts get their questions."""
     numbers = [number for number in range(texts) for _ in range(turns)]
-    draw.shuffle(numbers)
+    rng.shuffle(numbers)
     return numbers
 
 
-def conversations(draw: random.Random, texts: int, turns: int) -> Iterator[list[int]]:
+def conversations(rng: random.Random, texts: int, turns: int) -> Iterator[list[int]]:
     """Yield prompts that grow by answers and questions."""
-    common = tokens(draw, (COMMON_PREFIX, COMMON_PREFIX))
+    common = tokens(rng, (COMMON_PREFIX, COMMON_PREFIX))
     known = [list(common) for _ in range(texts)]
-    for number in order(draw, texts, turns):
-        known[number] += tokens(draw, DOCUMENT if draw.random() < LONG_SHARE else QUESTION)
+    for number in order(rng, texts, turns):
+        known[number] += tokens(rng, DOCUMENT if rng.random() < LONG_SHARE else QUESTION)
         yield list(known[number])
-        known[number] += tokens(draw, (ANSWER, ANSWER))
+        known[number] += tokens(rng, (ANSWER, ANSWER))
 
 
-def documents(draw: random.Random, texts: int, turns: int) -> Iterator[list[int]]:
+def documents(rng: random.Random, texts: int, turns: int) -> Iterator[list[int]]:
     """Yield prompts of a document and a new question."""
-    common = tokens(draw, (COMMON_PREFIX, COMMON_PREFIX))
-    texts_read = [common + tokens(draw, QUESTIONED_DOCUMENT) for _ in range(texts)]
-    for number in order(draw, texts, turns):
-        yield texts_read[number] + tokens(draw, QUESTION)
+    common = tokens(rng, (COMMON_PREFIX, COMMON_PREFIX))
+    texts_read = [common + tokens(rng, QUESTIONED_DOCUMENT) for _ in range(texts)]
+    for number in order(rng, texts, turns):
+        yield texts_read[number] + tokens(rng, QUESTION)
 
 
-def instructions(draw: random.Random, texts: int, turns: int) -> Iterator[list[int]]:
+def instructions(rng: random.Random, texts: int, turns: int) -> Iterator[list[int]]:
     """Yield prompts of instructions and a question."""
-    systems = [tokens(draw, INSTRUCTIONS) for _ in range(NUM_INSTRUCTIONS)]
+    systems = [tokens(rng, INSTRUCTIONS) for _ in range(NUM_INSTRUCTIONS)]
     for _ in range(texts * turns):
-        yield draw.choice(systems) + tokens(
-            draw, DOCUMENT if draw.random() < LONG_SHARE else QUESTION
-        )
+        yield rng.choice(systems) + tokens(rng, DOCUMENT if rng.random() < LONG_SHARE else QUESTION)
 
 
 def snapshots(scheduler: Scheduler, prompt: list[int]) -> int:

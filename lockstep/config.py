@@ -168,6 +168,11 @@ class EngineConfig(Settings):
     tensor_parallel_size: Annotated[int, Field(ge=1, le=MAX_RANKS)] = setting(
         1, "number of GPUs (on a CPU: processes) that hold the model together"
     )
+    disable_custom_all_reduce: bool = setting(
+        False,
+        "exchange activations between GPUs by NCCL alone, not by writes into each other's memory",
+        remedy=_CHOOSE_ONE,
+    )
     nnodes: Annotated[int, Field(ge=1, le=MAX_RANKS)] = setting(
         1, "number of hosts that run the ranks; every one runs equally many"
     )

@@ -1,7 +1,7 @@
 """Covering arrays: few combinations of a test's parameters that still contain every pair of values.
 
-`@pytest.mark.covering` at a test keeps such combinations in the default run; `make test-slow` runs
-the others.
+`@pytest.mark.covering` at a test keeps such combinations in the default run, and
+`@pytest.mark.default_cases` those with these parts in their ids. `make test-slow` runs the others.
 """
 
 from collections import Counter, defaultdict
@@ -38,23 +38,46 @@ def covering(rows: Sequence[Sequence[Hashable]], strength: int = 2) -> list[int]
 
 
 def mark_uncovered(items: Iterable[pytest.Item]) -> None:
-    """Mark `slow` what a covering leaves out of the items of each test marked `covering`.
+    """Mark `slow` what the marks `covering` and `default_cases` leave out of the default run.
 
-    The mark's argument is the strength, 2 by default. Items that are marked `gpu` or `slow` already
-    are left alone.
+    Items that are marked `gpu` or `slow` already are left alone. Raises UsageError if a name of
+    `default_cases` is in no id of its test.
     """
-    tests: defaultdict[Hashable, list[Any]] = defaultdict(list)
+    tests: defaultdict[str, list[Any]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("covering") and not (
-            item.get_closest_marker("gpu") or item.get_closest_marker("slow")
-        ):
+        if not (item.get_closest_marker("gpu") or item.get_closest_marker("slow")):
             tests[item.nodeid.partition("[")[0]].append(item)
     for members in tests.values():
-        mark = members[0].get_closest_marker("covering")
-        rows = [[_key(value) for value in item.callspec.params.values()] for item in members]
-        chosen = covering(rows, *mark.args, **mark.kwargs)
-        for index in set(range(len(members))) - set(chosen):
-            members[index].add_marker(pytest.mark.slow)
+        for name, choose in (("covering", _covered), ("default_cases", _named)):
+            mark = members[0].get_closest_marker(name)
+            for item in choose(members, *mark.args, **mark.kwargs) if mark else ():
+                item.add_marker(pytest.mark.slow)
+
+
+def _covered(items: list[Any], strength: int = 2) -> list[Any]:
+    """Return the items of one test that its covering leaves out."""
+    rows = [[_key(value) for value in item.callspec.params.values()] for item in items]
+    chosen = set(covering(rows, strength))
+    return [item for index, item in enumerate(items) if index not in chosen]
+
+
+def _named(items: list[Any], *names: str) -> list[Any]:
+    """Return the items of one test whose id contains none of these parts.
+
+    If a single item was selected on the command line, it is kept.
+    """
+    ids = [f"-{item.callspec.id}-" for item in items]
+    unknown = [name for name in names if not any(f"-{name}-" in one for one in ids)]
+    if len(items) == 1:
+        return []
+    if unknown:
+        test = items[0].nodeid.partition("[")[0]
+        raise pytest.UsageError(f"{test}: default_cases names {unknown}, which no id contains")
+    return [
+        item
+        for item, one in zip(items, ids, strict=True)
+        if not any(f"-{name}-" in one for name in names)
+    ]
 
 
 def _key(value: Any) -> Hashable:

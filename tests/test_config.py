@@ -318,6 +318,7 @@ def test_page_pool_too_small_for_one_prompt(folder: str) -> None:
     assert (len(out.token_ids), out.finish_reason) == (1, "length")
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("k", [0, 1, MAX_DRAFTS])
 @pytest.mark.parametrize("length", [63, 64, 250])
 def test_plan_follows_from_the_config(folder: str, k: int, length: int) -> None:

@@ -248,6 +248,7 @@ def test_python_blocks_import_existing_names(page: Path) -> None:
                 assert not missing, f"{node.module} has none of {missing}"
 
 
+@pytest.mark.slow
 def test_add_a_drafter_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bigram_drafter.py").write_text(code(DOCS / "add_a_drafter.md"))
     monkeypatch.syspath_prepend(tmp_path)

@@ -104,6 +104,7 @@ def test_skipped_layers_keep_the_model_dtype(folder: Path) -> None:
         engine(folder, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=[4])
 
 
+@pytest.mark.slow
 def test_draft_module_format_does_not_change_the_answer(folder: Path) -> None:
     spec = {"method": "mtp", "num_speculative_tokens": 3}
     same = engine(folder, kv_cache_dtype="fp8", speculative_config=spec)
@@ -139,6 +140,7 @@ def test_draft_model_format_error_names_its_setting(tmp_path: Path) -> None:
     engine(target, kv_cache_dtype="turboquant_3bit_nc", speculative_config=spec | mine)
 
 
+@pytest.mark.slow
 def test_rotations_differ_by_layer_and_draft_module(folder: Path) -> None:
     spec = {"method": "mtp", "num_speculative_tokens": 3}
     llm = engine(folder, kv_cache_dtype="turboquant_4bit_nc", speculative_config=spec)
@@ -232,6 +234,7 @@ def test_static_scales_of_a_checkpoint(folder: Path, tmp_path: Path, where: str)
             engine(tmp_path, load_format="auto", kv_cache_dtype="fp8_e4m3")
 
 
+@pytest.mark.default_cases("settings0", "settings3")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

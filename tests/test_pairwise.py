@@ -48,7 +48,8 @@ class Item:
 
     def __init__(self, name: str, values: list[Any], *marks: pytest.Mark) -> None:
         self.nodeid = f"{name}[{values}]"
-        self.callspec = SimpleNamespace(params=dict(enumerate(values)))
+        parts = "-".join(map(str, values))
+        self.callspec = SimpleNamespace(params=dict(enumerate(values)), id=parts)
         self.marks = {mark.name: mark for mark in marks}
 
     def get_closest_marker(self, name: str) -> pytest.Mark | None:
@@ -75,3 +76,15 @@ def test_items_outside_the_covering_are_marked_slow() -> None:
     ]
     mark_uncovered(items)
     assert ["slow" in item.marks for item in items] == [False, False, True, True] + [False] * 3
+
+
+def test_items_without_a_named_part_are_marked_slow() -> None:
+    mark = pytest.mark.default_cases("a, b", "c").mark
+    items: Any = [Item("a", [x, 1], mark) for x in ("a", "a, b", "c", "cc")]
+    mark_uncovered(items)
+    assert ["slow" in item.marks for item in items] == [True, False, False, True]
+    alone: Any = Item("a", ["cc", 1], mark)
+    mark_uncovered([alone])
+    assert "slow" not in alone.marks, "named on the command line"
+    with pytest.raises(pytest.UsageError, match="names .'c'., which no id contains"):
+        mark_uncovered([Item("a", [x], mark) for x in ("a, b", "cc")])

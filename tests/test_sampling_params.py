@@ -31,6 +31,7 @@ def greedy(engine: LLM) -> CompletionOutput:
     return one(engine)
 
 
+@pytest.mark.default_cases("True")
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_string_ends_the_text(llm: LLM, greedy: CompletionOutput, include: bool) -> None:
     complete = greedy.text

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config import EngineConfig, Plan
+from lockstep.kernels.exchange import RankGroup
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.rank_process import Loaded, RankLoop, Ready, Stop
 from lockstep.worker.startup import MemoryFit
@@ -18,7 +19,7 @@ SECONDS = 60.0
 """Seconds that a rank waits for another one."""
 
 
-class ThreadGroup:
+class ThreadGroup(RankGroup):
     """One rank of a group of threads. parts: each rank's tensor of the present exchange."""
 
     def __init__(self, index: int, parts: list[Any], barrier: threading.Barrier) -> None:

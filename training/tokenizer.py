@@ -49,8 +49,8 @@ def corpus(samples: int) -> list[str]:
     return texts
 
 
-def carry(table: Tensor, old: Tokenizer, new: Tokenizer) -> Tensor:
-    """Return the embedding [V, hidden] of `old`'s tokens for `new`'s tokens [V', hidden].
+def transfer_embedding(table: Tensor, old: Tokenizer, new: Tokenizer) -> Tensor:
+    """Return an embedding [V', hidden] of `new`'s tokens from `table` [V, hidden] of `old`'s.
 
     A token gets its own row if it had one; a word gets the mean with its form after a space. A new
     token gets the mean of the longest old tokens that it consists of.

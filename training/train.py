@@ -198,7 +198,9 @@ def _carry_over(out: Path, old: Tokenizer) -> None:
     """Convert the checkpoint's embedding to the new tokenizer."""
     state = load_file(out / "model.safetensors")
     new = Tokenizer.from_file(str(out / "tokenizer.json"))
-    state[EMBEDDING] = tokenizer.carry(state[EMBEDDING].float(), old, new).to(torch.bfloat16)
+    state[EMBEDDING] = tokenizer.transfer_embedding(state[EMBEDDING].float(), old, new).to(
+        torch.bfloat16
+    )
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -19,7 +19,7 @@ AXIS = 44
 """Height of the axis labels in pixels."""
 BINS = 64
 """Number of bins along a window; each point is the mean of one."""
-SMALLEST = 1e-9
+MIN_DIFFERENCE = 1e-9
 """Smallest plotted difference in nats."""
 COLORS = ("#3b6ea5", "#b3402a", "#4b8b3b", "#8250a0", "#b8860b", "#57606a")
 STYLE = 'font-family="DejaVu Sans, Verdana, Arial, sans-serif" font-size="12" fill="#1f2328"'
@@ -44,9 +44,12 @@ def points_of(quality: Quality, window: int) -> list[tuple[float, float]]:
 
 
 def plot(qualities: Sequence[Quality], window: int) -> str:
-    """Return a plot with one line per pair but the first, on a log scale."""
+    """Return an SVG plot with one line per pair of cache dtypes, on a log scale.
+
+    The first pair is the baseline and has no line.
+    """
     lines = [(label_of(q.measured.dtypes), points_of(q, window)) for q in qualities[1:]]
-    differences = [max(y, SMALLEST) for _, points in lines for _, y in points]
+    differences = [max(y, MIN_DIFFERENCE) for _, points in lines for _, y in points]
     high = _power(max(differences), 1)
     low = min(_power(min(differences), 0), high - 1)
     inner_width = WIDTH - LEFT - RIGHT
@@ -54,7 +57,7 @@ def plot(qualities: Sequence[Quality], window: int) -> str:
     height = legend_top + len(lines) * LINE + LINE // 2
 
     def to_pixels(x: float, y: float) -> str:
-        height_share = (log10(max(y, SMALLEST)) - low) / (high - low)
+        height_share = (log10(max(y, MIN_DIFFERENCE)) - low) / (high - low)
         return f"{LEFT + x / window * inner_width:.1f},{TOP + (1 - height_share) * PANEL:.1f}"
 
     body = [
@@ -74,7 +77,7 @@ def plot(qualities: Sequence[Quality], window: int) -> str:
             f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{window * quarter // 4}</text>'
         )
     body.append(f'<text x="{LEFT + inner_width / 2:.1f}" y="{TOP + PANEL + 32}" '
-                'text-anchor="middle">tokens in front, in the window</text>')  # fmt: skip
+                'text-anchor="middle">position in the window, tokens</text>')  # fmt: skip
     for index, (name, points) in enumerate(lines):
         dashes = ("none", "6 3", "2 2")[index // len(COLORS) % 3]
         style = f'fill="none" stroke="{COLORS[index % len(COLORS)]}" stroke-dasharray="{dashes}"'
@@ -91,5 +94,5 @@ def plot(qualities: Sequence[Quality], window: int) -> str:
 
 
 def _power(value: float, offset: int) -> int:
-    """Return a power of ten below a value, or above it by a number of powers."""
+    """Return the exponent of the power of ten below a value, plus an offset."""
     return int(log10(value) // 1) + offset

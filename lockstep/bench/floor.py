@@ -55,7 +55,7 @@ def sketch(
     ConfigError.
     """
     num_drafts = options.num_speculative_tokens if options else 0
-    drafting = drafter_module(options.method) if options else None
+    drafter = drafter_module(options.method) if options else None
     checkpoint = Checkpoint.read(folder, overrides)
     draft = None
     tensors = checkpoint.tensors() if has_weights(folder) else None
@@ -75,8 +75,8 @@ def sketch(
         # Nothing is allocated, so the memory of this machine is no limit.
         build.memory_budget.bounded = False
         model = build_model(checkpoint.raw, build)
-        if drafting is not None and drafting.NEEDS_MODULE:
-            draft = drafting.build(options, checkpoint, model, build)
+        if drafter is not None and drafter.NEEDS_MODULE:
+            draft = drafter.build(options, checkpoint, model, build)
     return Sketch(model, draft, num_drafts, passes_of(options))
 
 

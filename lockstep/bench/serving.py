@@ -125,7 +125,7 @@ def run_loads(
 ) -> list[ServingFigures]:
     """Run the loads one after the other, after one warm-up request.
 
-    make(seed) returns new requests for each load, so that the server has not cached their prompts.
+    make_requests(seed) returns new requests for each load, whose prompts the server has not cached.
     """
     send(server, make_requests(seed)[0], time.perf_counter())
     return [

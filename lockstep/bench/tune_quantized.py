@@ -62,7 +62,7 @@ class TuningResult:
 def tuning_jobs(
     models: Sequence[ModelShape], tokens: Sequence[int], layouts: Sequence[str]
 ) -> Iterator[list[TuningJob]]:
-    """Yield the jobs of all weights but the heads, one list per number of tokens."""
+    """Yield the jobs of all weights except the LM heads, one list per number of tokens."""
     arch = sm_number("cuda")
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     shapes = sorted({(n, k) for model in models for _, n, k in model.weights[:-1]})
@@ -79,7 +79,7 @@ def tuning_jobs(
 def compile_tile(jobs: Sequence[TuningJob], tile: QuantizedTile, dtype: torch.dtype) -> None:
     """Launch a tile once per job, so that its kernels are in Triton's cache.
 
-    Reasons against the tile are ignored here; the measurement finds them again.
+    A refusal of the tile is ignored here: the measurement checks each tile again.
     """
     from lockstep.kernels.linear.quantized import refusal
 
@@ -114,7 +114,7 @@ def tune_quantized(
     tokens: Sequence[int] = quantized_tuning.TIMED,
     layouts: Sequence[str] = TUNED_LAYOUTS,
 ) -> Iterator[TuningResult]:
-    """Tune all weights but the heads, and write the best tiles to `path`.
+    """Tune all weights except the LM heads, and write the best tiles to `path`.
 
     The file also has the entries of the committed table and its own previous ones. Yields the
     result of each shape: all shapes at the first number of tokens, then at the next. Raises
@@ -140,7 +140,11 @@ def tune_quantized(
 
 
 def _tune(job: TuningJob, dtype: torch.dtype, residual: bool) -> TuningResult:
-    """Measure one job. residual: the op that reads the output adds its split-K partitions."""
+    """Measure one job.
+
+    residual: the weight writes to the residual, so the op that reads its output adds the split-K
+    partitions.
+    """
     from lockstep.kernels.linear.quantized import expected_output, refusal, run_tile
 
     weights = quantized_tuning.random_weights(partial(LAYOUTS[job.layout], job.n, job.k, "cuda"))

@@ -17,7 +17,7 @@ from lockstep.worker.program import Drafter
 
 MIN_MATCH_KEYS = {"ngram": "prompt_lookup_min", "suffix": "suffix_lookup_min"}
 """Method -> its configuration key for the minimum match length."""
-NONE = "none"
+NO_DRAFTER = "none"
 """Name of an engine without drafts in setups, scenarios and reports."""
 
 
@@ -82,7 +82,7 @@ def hooks_of(drafter: str, changing: bool, preempt_every: int = 0) -> CheckHooks
     """
     make_drafter = create_oracle if drafter == NAME else create_watched
     return CheckHooks(
-        drafter=None if drafter == NONE else make_drafter,
+        drafter=None if drafter == NO_DRAFTER else make_drafter,
         draft_policy=RandomDraftLength if changing else None,
         preempt_every=preempt_every,
     )
@@ -98,7 +98,7 @@ def speculative_config(
     """
     if not count:
         return None
-    # The oracle drafter has no configuration of its own: hooks_of puts it in the place of this one.
+    # The oracle drafter has no configuration: hooks_of() replaces the drafter of this method by it.
     method = PLACEHOLDER_METHOD if drafter == NAME else drafter
     config: dict[str, Any] = {"method": method, "num_speculative_tokens": count}
     config["adaptive"] = changing

@@ -44,7 +44,7 @@ class Completion:
     text: CompletionText
     aborted: bool = False
 
-    def take(self) -> bool:
+    def update(self) -> bool:
         """Append the request's new tokens; return True if a stop string ended it."""
         request = self.request
         if self.text.finished:
@@ -113,7 +113,7 @@ class CheckEngine:
 
         def update(request: Request) -> None:
             # The engine does not see the text, so a stop string there ends the request from here.
-            if by_id[request.id].take():
+            if by_id[request.id].update():
                 self.engine.abort(request.id)
 
         self.engine.run([completion.request for completion in completions], update)
@@ -196,8 +196,8 @@ def build(model: str | None, settings: dict[str, Any], hooks: CheckHooks = NO_HO
 
 def build_plain(model: str | None, settings: dict[str, Any]) -> CheckEngine:
     """Build the engine of plain runs, on one rank. Raises what LLM raises."""
-    alone = {**settings, "tensor_parallel_size": 1}
-    return build(model, settings_with(PLAIN.settings(small_chunks=False), alone))
+    one_rank = {**settings, "tensor_parallel_size": 1}
+    return build(model, settings_with(PLAIN.settings(small_chunks=False), one_rank))
 
 
 @dataclass

@@ -102,7 +102,7 @@ def _examiner(
     def build_kind(kind: Kind) -> CheckEngine:
         engine = build(model, settings_with(kind.settings(), settings), kind.hooks())
         if report.coverage is not None:
-            report.coverage.engine(engine.engine, kind.drafter)
+            report.coverage.record_engine(engine.engine, kind.drafter)
         return engine
 
     return Examiner(runs, build_kind)

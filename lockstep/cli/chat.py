@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lockstep.cli.conversation import CUT, Answer, Conversation, LocalModel, Message, Server
+from lockstep.cli.conversation import CUT_NOTE, Answer, Conversation, LocalModel, Message, Server
 from lockstep.cli.options import changed_settings, engine_options, sampling_options, text_options
 from lockstep.cli.show import load, note, print_text
 from lockstep.errors import ConfigError, RequestError, brief
@@ -132,7 +132,7 @@ def take_turn(conversation: Conversation, messages: list[Message]) -> None:
             answer.finish_reason = None
         print_text("\n")
         if answer.finish_reason == "length":
-            answer.notes.append(CUT)
+            answer.notes.append(CUT_NOTE)
         for line in answer.notes:
             note(line)
         message = answer.message()

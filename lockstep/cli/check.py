@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], None]
 
-SHARED = (
+USER_SETTINGS = (
     "dtype",
     "device",
     "load_format",
@@ -36,8 +36,10 @@ SHARED = (
     "skip_tokenizer_init",
     "speculative_config",
 )
-"""Settings that the user may choose; a check varies the others. The drafter of a
-speculative_config is checked in addition to those that need no settings."""
+"""Settings that the user may choose; a check varies the others itself.
+
+The drafter of a speculative_config is checked in addition to the drafters that need no settings.
+"""
 LEGEND = (
     "Cells: outputs equal to the plain run / outputs compared. Columns: prompt cache state; "
     "sampling: statistical tests of the sampler; scenario: random request schedules. oracle: "
@@ -147,7 +149,7 @@ def _reports(
     for kv_format in _kv_formats(requested):
         format_settings = settings | {"kv_cache_dtype": kv_format}
         try:
-            report = _reported(size, format_settings, run_options, logits, replay, quiet)
+            report = _run_to_report(size, format_settings, run_options, logits, replay, quiet)
         except ConfigError as error:
             # Among all formats an unsupported one is skipped, but every model has the default.
             if requested != ALL or kv_format == DEFAULT_FORMAT:
@@ -191,7 +193,7 @@ def _size(quick: bool, full: bool, logits: bool, replay: Path | None, shard: str
     return "full" if full else "default"
 
 
-def _reported(
+def _run_to_report(
     size: str,
     settings: dict[str, Any],
     run_options: dict[str, Any],
@@ -227,6 +229,7 @@ def _run(
     replay: Path | None,
     on_progress: "Progress | None",
 ) -> "Report":
+    """Replay a scenario, compare logits, or run scenarios and the matrix. Raises Interrupted."""
     from lockstep.check import (
         SIZES,
         Effort,
@@ -238,7 +241,7 @@ def _run(
     )
 
     model = settings["model"]
-    engine_settings: dict[str, Any] = {name: settings[name] for name in SHARED}
+    engine_settings: dict[str, Any] = {name: settings[name] for name in USER_SETTINGS}
     if engine_settings["speculative_config"] == AUTO:
         # A check includes every drafter that the checkpoint supports, so auto adds none.
         engine_settings["speculative_config"] = None
@@ -261,11 +264,12 @@ def _run(
 
 
 def _refuse_varied(settings: dict[str, Any]) -> None:
-    for name in changed_settings(settings, (*SHARED, "model")):
+    """Raise ConfigError for a setting that the check varies itself."""
+    for name in changed_settings(settings, (*USER_SETTINGS, "model")):
         flag = "--" + name.replace("_", "-")
         raise ConfigError(
             f"{flag} is not allowed here: check varies it itself. Allowed: --model and "
-            f"{', '.join(SHARED)}. Leave {flag} out."
+            f"{', '.join(USER_SETTINGS)}. Leave {flag} out."
         )
 
 

@@ -23,7 +23,7 @@ MAX_ANSWER_BYTES = 64 << 20
 """Maximum bytes of one streamed answer."""
 TIMEOUT_SECONDS = 600.0
 """Maximum seconds without a byte from the server."""
-CUT = "the answer was cut: it reached max_tokens, or the model's context is full"
+CUT_NOTE = "the answer was cut: it reached max_tokens, or the model's context is full"
 """Note for an answer with finish reason "length"."""
 
 
@@ -166,7 +166,7 @@ class Server:
                 if isinstance(usage, dict):
                     answer.notes.append(f"{usage.get('completion_tokens')} tokens")
                 for choice in event.get("choices") or ():
-                    _take(choice, answer, show)
+                    _add_choice(choice, answer, show)
         if answer.finish_reason is None:
             raise RequestError(f"{self.url} ended the answer early. Ask again.")
 
@@ -200,7 +200,7 @@ def _events(response: Any) -> Iterator[dict[str, Any]]:
         raise RequestError(f"the server's answer broke off: {error}. Ask again.") from None
 
 
-def _take(choice: dict[str, Any], answer: Answer, show: Callable[[str], None]) -> None:
+def _add_choice(choice: dict[str, Any], answer: Answer, show: Callable[[str], None]) -> None:
     """Add a streamed choice to the answer: text, reasoning (shown only), parts of tool calls."""
     delta = choice.get("delta") or {}
     show(delta.get("reasoning_content") or delta.get("reasoning") or "")

@@ -82,7 +82,7 @@ def quality(
 
 
 def requested_pairs(settings: dict[str, Any]) -> "list[CacheDtypes]":
-    """Remove both dtypes from the settings, and return the requested pairs.
+    """Remove both cache dtypes from the settings, and return the requested pairs of them.
 
     Raises ConfigError for an unknown name.
     """

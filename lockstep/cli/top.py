@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 Wait = Callable[[float], bool]
 DEFAULT_URL = "http://127.0.0.1:8000"
-NONE = "–"
-"""Shown for a metric without samples."""
+NO_SAMPLES = "–"
+"""Text of a metric without samples."""
 
 
 def top(
@@ -190,15 +190,15 @@ def _table(frame: "Frame") -> Table:
 
 
 def _number(digits: int, value: float | None) -> str:
-    return NONE if value is None else f"{value:,.{digits}f}"
+    return NO_SAMPLES if value is None else f"{value:,.{digits}f}"
 
 
 def _percent(value: float | None) -> str:
-    return NONE if value is None else f"{value:.0%}"
+    return NO_SAMPLES if value is None else f"{value:.0%}"
 
 
 def _percentages(shares: tuple[float, ...]) -> str:
-    return " ".join(map(_percent, shares)) or NONE
+    return " ".join(map(_percent, shares)) or NO_SAMPLES
 
 
 ROWS: tuple[tuple[str, Callable[["Period"], str]], ...] = (

@@ -1,1 +1,1 @@
-"""The flags of `vllm serve`: one table says what each is on the command line and in Python."""
+"""Flags of `vllm serve`: one table defines their effect on the command line and in Python."""

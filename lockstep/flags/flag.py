@@ -14,7 +14,7 @@ SWITCHED: Mapping[str, bool] = {"true": True, "false": False}
 
 
 class Kind(Enum):
-    """Treatment of a flag."""
+    """Treatment of a flag: it sets something, it is ignored with a note, or it is an error."""
 
     ACTS = "acts"
     NOTED = "noted"
@@ -34,13 +34,14 @@ class Form(Enum):
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag, or one key of a flag that takes a JSON object.
+    """Flag of `vllm serve`, or key of a flag that takes a JSON object.
 
-    name: without dashes in front; short: other spellings, with theirs. says: what it does here,
-    what Lockstep does instead, or the remedy. setting: Lockstep's setting that it sets, a dot
-    before a key of it; "" for none. means: value -> what the setting gets, None: left out. same:
-    values that ask for what is done anyway; nothing comes of them. allowed: the only values that
-    are taken besides these; none: the setting decides. keys: of the object.
+    name: name without leading dashes. short: other spellings, with leading dashes. says: effect
+    (ACTS), what Lockstep does instead (NOTED), or remedy (REFUSED). setting: Lockstep's setting
+    that the flag sets, or SETTING.KEY; "" for none. means: value of the flag -> value of the
+    setting, None to leave the setting at its default. same: values that ask for what Lockstep does
+    anyway, accepted without effect. allowed: the only other values; empty if the setting checks
+    them. keys: known keys of the object.
     """
 
     name: str
@@ -116,13 +117,14 @@ def read_value(flag: Flag, shown: str, written: list[str]) -> Any:
 
 def read_size(shown: str, text: str) -> int:
     """Parse 8192, 8k (8,000), 8K (8,192) or 1.5k (1,500). Raises ConfigError."""
-    found = re.fullmatch(r"(-?\d+)(\.\d+)?([kKmMgG]?)", text.strip())
-    factor = FACTORS.get(found[3], 1) if found else 0
-    whole = found is not None and (not found[2] or (factor > 1 and found[3].islower()))
-    if found is None or not whole or len(text) > 20:
+    match = re.fullmatch(r"(-?\d+)(\.\d+)?([kKmMgG]?)", text.strip())
+    factor = FACTORS.get(match[3], 1) if match else 0
+    # As in vLLM, a fraction needs a decimal suffix: 1.5k is 1,500, and 1.5K is an error.
+    is_valid = match is not None and (not match[2] or (factor > 1 and match[3].islower()))
+    if match is None or not is_valid or len(text) > 20:
         remedy = "Write such a number."
         raise choice_error(ConfigError, shown, text, Form.SIZE.value, remedy)
-    return round(float(found[1] + found[2]) * factor) if found[2] else int(found[1]) * factor
+    return round(float(match[1] + match[2]) * factor) if match[2] else int(match[1]) * factor
 
 
 def _number(shown: str, text: str) -> int | float:
@@ -148,6 +150,6 @@ def _json(text: str) -> Any:
 
 
 def _many(written: list[str]) -> list[Any]:
-    """Return words one by one; a single word may be a JSON list."""
-    found = _json(written[0]) if len(written) == 1 and written[0].startswith("[") else None
-    return found if isinstance(found, list) else list(written)
+    """Return the list of words, or the entries of a JSON list that is the only word."""
+    entries = _json(written[0]) if len(written) == 1 and written[0].startswith("[") else None
+    return entries if isinstance(entries, list) else list(written)

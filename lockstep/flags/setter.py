@@ -1,4 +1,4 @@
-"""Values of flags become values of settings, whether a command line or Python names the flags."""
+"""Conversion of flag values to setting values, for the command line, its file and Python."""
 
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
@@ -11,9 +11,10 @@ LEFT_OUT = "Leave it out."
 
 
 class FlagSetter:
-    """Settings that flags have set so far. repeatable: settings that a flag may add to.
+    """Collector of the settings that flags have set.
 
-    note: takes the line that says why a flag has no effect.
+    values: settings so far. repeatable: settings to which each occurrence of a flag adds a value.
+    note: called with the reason why a flag has no effect.
     """
 
     def __init__(self, repeatable: Collection[str], note: Callable[[str], Any]) -> None:
@@ -27,7 +28,10 @@ class FlagSetter:
         self._fresh.clear()
 
     def apply(self, flag: Flag, shown: str, value: Any) -> None:
-        """Check a value and set what it asks for. shown: the flag, for errors. ConfigError."""
+        """Check a value and set its setting.
+
+        shown: the flag as the user wrote it, for errors. Raises ConfigError.
+        """
         value = _named(flag, value)
         if any(_alike(value, one) for one in flag.same):
             self._undo(flag)
@@ -42,8 +46,11 @@ class FlagSetter:
             self._assign(flag.setting, _meant(flag, value))
 
     def apply_key(self, flag: Flag, shown: str, key: str, value: Any) -> None:
-        """Apply a key of a flag that takes an object: one of the table, or one for the setting to
-        judge. shown: the flag and the key, for errors. Raises ConfigError."""
+        """Apply a key of a flag that takes an object.
+
+        A key that the table does not know goes to the flag's setting, which checks it. shown: the
+        flag and the key, for errors. Raises ConfigError.
+        """
         known = {one.name: one for one in flag.keys}
         if key in known:
             self.apply(known[key], shown, value)
@@ -58,7 +65,7 @@ class FlagSetter:
             raise choice_error(ConfigError, what, key, ", ".join(known), LEFT_OUT + meant)
 
     def _apply_object(self, flag: Flag, shown: str, value: Any) -> None:
-        """Apply an object key by key; what is none is left to the setting."""
+        """Apply an object key by key; another value goes to the setting, which checks it."""
         if not isinstance(value, dict):
             if not flag.setting:
                 allowed = f"a JSON object with the keys {', '.join(k.name for k in flag.keys)}"
@@ -71,7 +78,7 @@ class FlagSetter:
             self.apply_key(flag, f"{shown}.{key}", key, inner)
 
     def _assign(self, setting: str, value: Any) -> None:
-        """Set a setting, or a key of it; None: it is as if left out."""
+        """Set a setting, or a key of it; None removes the setting."""
         name, _, key = setting.partition(".")
         if value is None and not key:
             self.values.pop(name, None)
@@ -87,20 +94,23 @@ class FlagSetter:
             self._fresh.add(name)
 
     def _undo(self, flag: Flag) -> None:
-        """Take back what the flag itself has set before, such as in a file."""
+        """Remove a value that the flag itself has set before, such as in a file."""
         if flag.setting in self.values and self.values[flag.setting] in flag.means.values():
             del self.values[flag.setting]
 
 
 def _alike(value: Any, other: Any) -> bool:
-    """Equal, and both a switch's or neither. Other types, such as arrays, equal no value here."""
+    """Return whether two values are equal and both or neither are bool.
+
+    A value of another type, such as an array, equals no value of the table.
+    """
     if not isinstance(value, (bool, int, float, str, list, dict)):
         return False
     return isinstance(value, bool) is isinstance(other, bool) and bool(value == other)
 
 
 def _named(flag: Flag, value: Any) -> Any:
-    """A text in the spelling of the table where only capitals differ."""
+    """Return a text in the table's spelling if it differs from that only in upper case."""
     if not isinstance(value, str):
         return value
     names = [n for n in (*flag.means, *flag.allowed, *flag.same) if isinstance(n, str)]
@@ -109,13 +119,13 @@ def _named(flag: Flag, value: Any) -> Any:
 
 
 def _meant(flag: Flag, value: Any) -> Any:
-    """Return what the setting gets for a value."""
+    """Return the value of the setting for a value of the flag."""
     known = isinstance(value, (str, int)) and value in flag.means
     return flag.means[value] if known else value
 
 
 def _refusal(flag: Flag, shown: str, value: Any) -> Exception:
-    """The error of a value that is not taken."""
+    """Return the error of a value that is not allowed."""
     if flag.form is Form.SWITCH:
         written = shown if value else shown.replace("--", "--no-", 1)
         if not shown.startswith("--"):
@@ -129,7 +139,7 @@ def _refusal(flag: Flag, shown: str, value: Any) -> Exception:
 
 
 def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Keys of `more` over those of `into`, objects within likewise."""
+    """Overwrite keys of `into` by those of `more`; objects within are merged the same way."""
     for key, value in more.items():
         if isinstance(value, dict) and isinstance(into.get(key), dict):
             _merge(into[key], value)

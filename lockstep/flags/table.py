@@ -1,7 +1,7 @@
-"""The table: every flag of `vllm serve`, by group, and what it is here.
+"""Table of every flag of `vllm serve`, by group, with its effect in Lockstep.
 
-The command line and the keywords of LLM are read by it, `--help` is grouped by it, and
-docs/vllm_flags.md is made from it.
+The readers of the command line and of LLM's keywords use it. The groups of `--help` and the page
+docs/vllm_flags.md are generated from it.
 """
 
 from lockstep.flags.flag import Flag, Form, acts, noted, refused
@@ -13,7 +13,7 @@ JSON = Form.JSON
 MANY = Form.MANY
 
 ONE_REPLICA = "start one server per GPU and balance the load; leave it out."
-NO_MEDIA = "text alone is read and written, so nothing comes of it"
+NO_MEDIA = "only text is read and written, so the flag has no effect"
 NO_ADAPTERS = "merge the adapter into the weights and serve those; leave it out."
 NO_ADAPTERS_NOTE = "no adapters are served, so nothing comes of it"
 NO_OFFLOAD = "the whole model is on the GPU; quantize it (--quantization), or leave it out."
@@ -23,8 +23,8 @@ OWN_BACKEND = (
     "each op runs the fastest backend that gives its one result; `lockstep explain` names them"
 )
 NO_LOG = "texts of requests and answers are never written to the log; /metrics counts them"
-OWN_LOADER = "safetensors are read straight into their places"
-ALL_PROMPTS = "prompts that wait share a step equally, in whole pages"
+OWN_LOADER = "safetensors are read directly into the weights"
+ALL_PROMPTS = "waiting prompts share a step equally, in whole pages"
 NO_CONTEXT_PARALLEL = "the KV cache is split by heads; leave it out."
 NO_INDUCTOR = "no step is compiled by Inductor: its heuristics would change bits"
 EAGER = "none"
@@ -60,10 +60,10 @@ ATTENTION_BACKENDS = (
     "CUTLASS_MLA",
     "TRITON_MLA",
 )
-ONE_BACKEND = "llguidance holds all answers to their forms"
+ONE_BACKEND = "llguidance constrains all answers"
 IN_REQUESTS = "send it in a request's structured_outputs."
-HEADS = "what is read of a request's head is bounded anyway"
-HELD_BY_OTHERS = "a draft never changes an answer, so nothing comes of it"
+HEADS = "the size of a request's head has a fixed limit"
+SAME_ANSWER = "drafts never change an answer, so the flag has no effect"
 
 COMPILATION = (
     acts(
@@ -114,10 +114,10 @@ COMPILATION = (
     ),
 )
 DRAFTING = (
-    noted("disable_padded_drafter_batch", HELD_BY_OTHERS),
-    noted("draft_sample_method", HELD_BY_OTHERS),
+    noted("disable_padded_drafter_batch", SAME_ANSWER),
+    noted("draft_sample_method", SAME_ANSWER),
     noted("rejection_sample_method", "a draft is accepted where it is the target's own token"),
-    noted("max_model_len", HELD_BY_OTHERS),
+    noted("max_model_len", SAME_ANSWER),
     noted("disable_by_batch_size", "adaptive chooses the number of drafts in every step"),
     refused(
         "draft_tensor_parallel_size",
@@ -138,7 +138,7 @@ STRUCTURED = (
     refused("disable_additional_properties", IN_REQUESTS, same=(False,)),
     refused(
         "enable_in_reasoning",
-        "a form binds the content, reasoning is free; leave it out.",
+        "a structured output constrains the content, never the reasoning; leave it out.",
         same=(False,),
     ),
     refused("reasoning_parser", "choose it by --reasoning-parser; leave it out.", same=("",)),
@@ -150,12 +150,12 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         acts("model", "folder or hub id; may be given without the flag"),
         acts(
             "served-model-name",
-            "the names that clients may use; answers bear the first",
+            "names that clients may use; responses contain the first one",
             MANY,
         ),
         acts(
             "dtype",
-            "the model's numbers",
+            "dtype of the model",
             means={"half": "float16", "float": "float32"},
         ),
         acts(
@@ -183,14 +183,14 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             },
             allowed=("auto", "dummy"),
         ),
-        acts("seed", "of random weights; a request's own seed chooses its answer", NUMBER),
+        acts("seed", "seed of random weights; sampling uses the seed of each request", NUMBER),
         acts("hf-overrides", "settings that replace those of config.json", JSON),
         acts("skip-tokenizer-init", "load no tokenizer: prompts and outputs are token ids", SWITCH),
         acts(
             "generation-config",
-            "whose defaults of sampling: auto (the checkpoint's), vllm (none), or a folder's",
+            "source of sampling defaults: auto (the checkpoint), vllm (none), or a folder",
         ),
-        acts("override-generation-config", "defaults of sampling over those", JSON),
+        acts("override-generation-config", "sampling defaults that override those", JSON),
         acts(
             "max-logprobs",
             "the maximum number of log-probabilities that a request may ask for, up to 20",
@@ -198,7 +198,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         acts(
             "language-model-only",
-            "the text model alone is built, always",
+            "only the text model is built, always",
             SWITCH,
             setting="",
             same=(True,),
@@ -262,7 +262,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         refused(
             "enable-return-routed-experts",
-            "answers do not tell the experts; leave it out.",
+            "responses do not contain the experts; leave it out.",
             SWITCH,
             same=(False,),
         ),
@@ -286,7 +286,12 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         noted("safetensors-prefetch-block-size", OWN_LOADER, SIZE),
         noted("model-loader-extra-config", OWN_LOADER, JSON, same=({},)),
         noted("ignore-patterns", "only *.json, *.safetensors and *.jinja are fetched", MANY),
-        noted("use-tqdm-on-load", "a terminal shows a bar, a file none", SWITCH, same=(True,)),
+        noted(
+            "use-tqdm-on-load",
+            "a progress bar is shown if stderr is a terminal",
+            SWITCH,
+            same=(True,),
+        ),
         noted("pt-load-map-location", "only safetensors are read"),
         noted("max-parallel-loading-workers", OWN_LOADER, NUMBER),
     ),
@@ -301,8 +306,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             SIZE,
             setting="num_gpu_blocks",
         ),
-        acts("enable-prefix-caching", "common beginnings are computed once", SWITCH),
-        acts("kv-cache-dtype", "the format of the cache"),
+        acts("enable-prefix-caching", "common prefixes of prompts are computed once", SWITCH),
+        acts("kv-cache-dtype", "format of the KV cache"),
         acts("kv-cache-dtype-skip-layers", "layers whose cache keeps the model's dtype", MANY),
         acts("mamba-ssm-cache-dtype", "the dtype of recurrent state"),
         acts(
@@ -314,10 +319,10 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             same=("align", "all"),
             allowed=("none",),
         ),
-        acts("scheduling-policy", "who goes first"),
+        acts("scheduling-policy", "order in which waiting requests start"),
         acts(
             "async-scheduling",
-            "a step is scheduled while the one before runs; no: none is",
+            "the next step is scheduled while one runs; --no-async-scheduling: after it has ended",
             SWITCH,
             setting="steps_in_flight",
             means={False: 1},
@@ -348,13 +353,13 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             NUMBER,
             same=(0,),
         ),
-        noted("prefix-caching-hash-algo", "prefixes are looked up by their own hash"),
+        noted("prefix-caching-hash-algo", "pages are always keyed by BLAKE2b"),
         noted(
             "calculate-kv-scales",
-            "scales are the checkpoint's own, or each token's, as --kv-cache-dtype says",
+            "--kv-cache-dtype decides: scales of the checkpoint, or a scale per token",
             SWITCH,
         ),
-        noted("kv-sharing-fast-prefill", "a prompt's rows all run through all layers", SWITCH),
+        noted("kv-sharing-fast-prefill", "all tokens of a prompt run through all layers", SWITCH),
         acts("kv-offloading-size", "GiB of host memory for prefixes that the cache evicts"),
         noted("kv-offloading-backend", "pages are moved by Lockstep itself", same=("native",)),
         noted("max-num-partial-prefills", ALL_PROMPTS, NUMBER),
@@ -363,7 +368,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         noted("scheduler-reserve-full-isl", "pages are reserved step by step", SWITCH),
         noted("disable-hybrid-kv-cache-manager", "each kind of state has its own pool", SWITCH),
         noted("disable-chunked-mm-input", NO_MEDIA, SWITCH),
-        noted("stream-interval", "what a step brings is sent at once", NUMBER, same=(1,)),
+        noted("stream-interval", "the tokens of a step are sent at once", NUMBER, same=(1,)),
         refused("scheduler-cls", NO_PLUGINS),
         refused("offload-backend", NO_OFFLOAD, same=("auto",)),
         refused("cpu-offload-gb", NO_OFFLOAD, NUMBER, same=(0,)),
@@ -376,7 +381,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "Drafts": (
         acts(
             "speculative-config",
-            "how drafts are made; left out: by the checkpoint's own module if it has one",
+            "drafter and its settings; default: the checkpoint's draft module, if it has one",
             JSON,
             short=("-sc",),
             keys=DRAFTING,
@@ -423,13 +428,13 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         noted("kernel-config", OWN_BACKEND, JSON, same=({},)),
         noted("ir-op-priority", OWN_BACKEND, JSON, same=({},)),
         noted("enable-flashinfer-autotune", OWN_BACKEND, SWITCH),
-        noted("disable-cascade-attn", "attention never depends on who shares a prefix", SWITCH),
+        noted("disable-cascade-attn", "attention never depends on other requests", SWITCH),
         noted(
             "optimization-level",
             NO_INDUCTOR,
             short=("-O",),
         ),
-        noted("performance-mode", "steps are as fast at any load as they can be"),
+        noted("performance-mode", "kernels are chosen by the size of each step"),
     ),
     "Several GPUs": (
         acts("tensor-parallel-size", "GPUs that share the model", NUMBER, short=("-tp",)),
@@ -502,21 +507,18 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         noted("eplb-config", "experts stay where they were loaded", JSON),
         noted("expert-placement-strategy", "experts stay where they were loaded"),
         noted("ray-workers-use-nsight", "no workers run under Ray", SWITCH, same=(False,)),
-        noted(
-            "disable-custom-all-reduce",
-            "NCCL moves partial sums, and they are added in one order",
-            SWITCH,
-        ),
+        acts("disable-custom-all-reduce", "GPUs exchange by NCCL alone", SWITCH),
         refused("worker-cls", NO_PLUGINS, same=("auto",)),
         refused("worker-extension-cls", NO_PLUGINS, same=("",)),
     ),
     "Chat": (
         acts("chat-template", "a file, or the template itself"),
         acts("default-chat-template-kwargs", "the template's variables, under a request's", JSON),
-        acts("tool-call-parser", "how tool calls are read; left out: as the template writes them"),
+        acts("tool-call-parser", "parser of tool calls; default: derived from the chat template"),
         acts(
             "enable-auto-tool-choice",
-            "a known parser is all that tool_choice auto needs; no: tool calls stay text",
+            "tool_choice auto works with any known parser; --no-enable-auto-tool-choice: tool "
+            "calls stay text",
             SWITCH,
             setting="tool_call_parser",
             means={False: "none"},
@@ -524,12 +526,12 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         acts(
             "exclude-tools-when-tool-choice-none",
-            "tools are left out of such a prompt, always",
+            "the prompt then omits the tools, always",
             SWITCH,
             setting="",
             same=(True,),
         ),
-        acts("reasoning-parser", "how reasoning is read; left out: as the template writes it"),
+        acts("reasoning-parser", "parser of reasoning; default: derived from the chat template"),
         refused("reasoning-parser-plugin", NO_PLUGINS, same=("",)),
         refused("tool-parser-plugin", NO_PLUGINS, same=("",)),
         refused("tool-server", "clients run the tools; leave it out."),
@@ -545,7 +547,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         refused(
             "trust-request-chat-template",
-            "a template is the server's own; choose it by --chat-template.",
+            "requests cannot send a template; choose the server's by --chat-template.",
             SWITCH,
             same=(False,),
         ),
@@ -553,20 +555,24 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         acts("structured-outputs-config", "its keys are below", JSON, setting="", keys=STRUCTURED),
     ),
     "Server": (
-        acts("host", "the address to listen on; 127.0.0.1 if left out"),
+        acts("host", "the address to listen on; default: 127.0.0.1"),
         acts("port", "the port to listen on", NUMBER),
         acts("uds", "a Unix socket, not a port"),
         acts("root-path", "the path under which a proxy shows the server"),
         acts("api-key", "keys that clients must send", MANY),
-        acts("allowed-origins", "web pages of these origins may ask; none if left out", MANY),
-        acts("allowed-methods", "the methods that they may use", MANY),
-        acts("allowed-headers", "the headers that they may send", MANY),
-        acts("allow-credentials", "they may send cookies and keys", SWITCH),
+        acts("allowed-origins", "origins of web pages that may send requests (CORS)", MANY),
+        acts("allowed-methods", "methods that these web pages may use", MANY),
+        acts("allowed-headers", "headers that these web pages may send", MANY),
+        acts("allow-credentials", "these web pages may send cookies and keys", SWITCH),
         acts("ssl-keyfile", "private key, PEM"),
         acts("ssl-certfile", "certificate, PEM"),
-        acts("ssl-ca-certs", "certificates that clients' ones are checked against, PEM"),
-        acts("ssl-cert-reqs", "clients' certificates: 0, 1 or 2", NUMBER),
-        acts("ssl-ciphers", "ciphers before TLS 1.3, in OpenSSL's words"),
+        acts("ssl-ca-certs", "CA certificates that verify those of clients, PEM"),
+        acts(
+            "ssl-cert-reqs",
+            "client certificates: 0 (none), 1 (optional) or 2 (required)",
+            NUMBER,
+        ),
+        acts("ssl-ciphers", "ciphers before TLS 1.3, in OpenSSL's syntax"),
         acts("shutdown-timeout", "seconds that running requests may go on after SIGTERM", NUMBER),
         acts(
             "disable-fastapi-docs",
@@ -576,7 +582,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         acts(
             "enable-prompt-tokens-details",
-            "usage tells cached tokens, always",
+            "usage contains the cached tokens, always",
             SWITCH,
             setting="",
             same=(True,),
@@ -586,7 +592,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "the engine runs in the server's own process, in a thread",
             SWITCH,
         ),
-        acts("uvicorn-log-level", "what the HTTP server logs"),
+        acts("uvicorn-log-level", "log level of the HTTP server"),
         noted("h11-max-incomplete-event-size", HEADS, SIZE),
         noted("h11-max-header-count", HEADS, NUMBER),
         refused("enable-ssl-refresh", "restart the server; leave it out.", SWITCH, same=(False,)),
@@ -615,7 +621,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         acts(
             "enable-tokenizer-info-endpoint",
-            "/tokenizer_info tells tokenizer_config.json and the chat template",
+            "/tokenizer_info returns tokenizer_config.json and the chat template",
             SWITCH,
         ),
         refused(
@@ -635,50 +641,53 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         noted("enable-flash-late-interaction", "models generate text here", SWITCH),
         noted("api-server-count", "one process answers", NUMBER, short=("-asc",), same=(1,)),
         acts("headless", "no HTTP server; on the head it is refused", SWITCH),
-        refused("grpc", "HTTP is spoken; leave it out.", SWITCH, same=(False,)),
+        refused("grpc", "the server has HTTP only; leave it out.", SWITCH, same=(False,)),
     ),
     "Logs and metrics": (
         acts(
             "disable-log-requests",
-            "they are not logged unless --enable-log-requests is given",
+            "requests are logged only with --enable-log-requests",
             SWITCH,
             setting="",
             same=(True,),
         ),
         acts(
             "disable-log-stats",
-            "no line of throughput every ten seconds",
+            "omits the log line of throughput every ten seconds",
             SWITCH,
         ),
         acts(
             "disable-uvicorn-access-log",
-            "there is none unless --uvicorn-log-level is info or below",
+            "there is an access log only if --uvicorn-log-level is info or below",
             SWITCH,
             setting="",
             same=(True,),
         ),
         noted(
             "disable-access-log-for-endpoints",
-            "no request is logged unless --uvicorn-log-level is info or below",
+            "requests are logged only if --uvicorn-log-level is info or below",
         ),
         acts(
             "enable-log-requests",
-            "a line for every request that has ended; of its text nothing",
+            "logs a line for every request that has ended, without any text of it",
             SWITCH,
         ),
         noted("enable-log-outputs", NO_LOG, SWITCH, same=(False,)),
         noted("enable-log-deltas", NO_LOG, SWITCH, same=(False,)),
         noted("max-log-len", NO_LOG, NUMBER),
-        noted("log-error-stack", "a fault of the server is logged with its stack", SWITCH),
-        noted("log-config-file", "the log goes to stderr, in the form of --log-format"),
+        noted("log-error-stack", "an internal error is logged with its stack", SWITCH),
+        noted("log-config-file", "the log goes to stderr, in the format of --log-format"),
         noted("aggregate-engine-logging", "there is one engine", SWITCH),
-        noted("enable-server-load-tracking", "/metrics tells running and waiting ones", SWITCH),
+        noted("enable-server-load-tracking", "/metrics has running and waiting requests", SWITCH),
         noted("show-hidden-metrics-for-version", "no metric is hidden"),
-        noted("kv-cache-metrics", "/metrics tells pages and hits", SWITCH, same=(False,)),
-        noted("kv-cache-metrics-sample", "/metrics tells pages and hits", NUMBER),
-        noted("cudagraph-metrics", "`lockstep explain` tells the plan", SWITCH, same=(False,)),
+        noted("kv-cache-metrics", "/metrics has pages and hits", SWITCH, same=(False,)),
+        noted("kv-cache-metrics-sample", "/metrics has pages and hits", NUMBER),
+        noted("cudagraph-metrics", "`lockstep explain` prints the plan", SWITCH, same=(False,)),
         noted(
-            "enable-mfu-metrics", "/metrics shows steps over their floors", SWITCH, same=(False,)
+            "enable-mfu-metrics",
+            "/metrics has step times and their roofline floors",
+            SWITCH,
+            same=(False,),
         ),
         noted("enable-logging-iteration-details", "/metrics counts steps", SWITCH, same=(False,)),
         noted(
@@ -689,7 +698,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         noted("profiler-config", "`lockstep bench --trace` writes a timeline", JSON),
         acts("otlp-traces-endpoint", "a span for every request, by OTLP over HTTP"),
-        refused("collect-detailed-traces", "a span tells of a request; leave it out.", MANY),
+        refused("collect-detailed-traces", "a span covers a whole request; leave it out.", MANY),
         noted("fail-on-environ-validation", "no environment variable is read", SWITCH),
     ),
     "Adapters": (
@@ -725,12 +734,16 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         noted("skip-mm-profiling", NO_MEDIA, SWITCH),
         noted("video-pruning-rate", NO_MEDIA, NUMBER),
         noted("mm-tensor-ipc", NO_MEDIA),
-        refused("enable-mm-embeds", "text alone is read; leave it out.", SWITCH, same=(False,)),
-        refused("mm-encoder-only", "text is generated; leave it out.", SWITCH, same=(False,)),
+        refused("enable-mm-embeds", "only text is read; leave it out.", SWITCH, same=(False,)),
+        refused("mm-encoder-only", "models generate text; leave it out.", SWITCH, same=(False,)),
     ),
     "Older flags": (
         acts(
-            "enable-reasoning", "a known parser is all it needs", SWITCH, setting="", same=(True,)
+            "enable-reasoning",
+            "reasoning is parsed whenever a parser is known",
+            SWITCH,
+            setting="",
+            same=(True,),
         ),
         refused("task", NO_POOLING, same=("auto", "generate")),
         acts(
@@ -739,22 +752,26 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         acts("rope-theta", "base of rotary positions", NUMBER, setting="hf_overrides.rope_theta"),
         noted(
             "swap-space",
-            "a preempted row moves to host memory, as much as it takes; of what is cached, "
-            "--kv-offloading-size says how much",
+            "preempted rows always move to host memory; --kv-offloading-size limits the prefixes "
+            "that are cached there",
             NUMBER,
         ),
         noted("max-seq-len-to-capture", "graphs serve rows of any length", SIZE),
-        noted("num-scheduler-steps", "--steps-in-flight says it", NUMBER),
-        noted("use-v2-block-manager", "there is one", SWITCH),
-        noted("preemption-mode", "a preempted row moves to host memory; nothing is computed again"),
+        noted("num-scheduler-steps", "--steps-in-flight sets the steps that are launched", NUMBER),
+        noted("use-v2-block-manager", "there is one block manager", SWITCH),
+        noted("preemption-mode", "preempted rows move to host memory; nothing is recomputed"),
         noted("guided-decoding-backend", ONE_BACKEND),
         noted("disable-async-output-proc", "text is detokenized while steps run", SWITCH),
         noted("disable-mm-preprocessor-cache", NO_MEDIA, SWITCH),
     ),
     "Connections to other engines": (
-        refused("kv-transfer-config", "one engine does prompts and answers; leave it out.", JSON),
+        refused(
+            "kv-transfer-config",
+            "one engine computes prompts and answers; leave it out.",
+            JSON,
+        ),
         refused("kv-events-config", "/metrics counts hits; leave it out.", JSON),
-        refused("ec-transfer-config", "text alone is read; leave it out.", JSON),
+        refused("ec-transfer-config", "only text is read; leave it out.", JSON),
         refused("weight-transfer-config", "restart with the new weights; leave it out.", JSON),
         refused("additional-config", NO_PLUGINS, JSON, same=({},)),
     ),
@@ -763,7 +780,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
 
 
 def all_flags() -> list[Flag]:
-    """Every flag of the table, in its order."""
+    """Return every flag of the table, in its order."""
     return [flag for flags in GROUPS.values() for flag in flags]
 
 
@@ -783,4 +800,4 @@ SERVER_OPTIONS = (
     "step_timeout",
     "timeout_keep_alive",
 )
-"""Options of `lockstep serve` alone that no flag of vLLM sets, as keywords."""
+"""Options of `lockstep serve` that no flag of vLLM sets and no other command has, as keywords."""

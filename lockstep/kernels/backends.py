@@ -82,7 +82,8 @@ def benchmark_modules() -> list[ModuleType]:
 def load() -> None:
     """Import every op's backends, those in Triton only if Triton is installed. Idempotent.
 
-    A backend that falls back on another one imports it. So it is registered later, and preferred.
+    Backends that are registered later are preferred. A backend that falls back on another one
+    imports it, so it is registered after it.
     """
     for name in _modules_of(tuple(lockstep.kernels.__path__)):
         _load(name)

@@ -1,8 +1,8 @@
 """Signal handlers of Triton's compiler.
 
 LLVM installs its own handlers of SIGINT and SIGTERM with a process's first compiler pass. Each of
-them serves one signal and then calls the handler that it replaced. A second signal that arrives
-meanwhile meets the default action, which ends the process without a message.
+them serves one signal and then calls the handler that it replaced. Until then a second signal has
+the default action, which ends the process without a message.
 """
 
 import signal

@@ -10,7 +10,7 @@ from lockstep.kernels.formats.kv.table import head_quantizers
 from lockstep.kernels.rotary import rope_and_cache
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.kv_format import StaticScales
-from lockstep.layers.linear import Linear, ResidualLinear, Target
+from lockstep.layers.linear import Linear, PartialLinear, Target
 from lockstep.layers.norm import Norm
 from lockstep.layers.rotary import Rotary
 from lockstep.layers.sharding import Columns, count_columns
@@ -74,7 +74,7 @@ class Attention(nn.Module):
         self.qkv = Linear(build, inputs, projections, bias=bias)
         self.q_norm = Norm(build, head_dim, eps, norm_offset) if qk_norm else None
         self.k_norm = Norm(build, head_dim, eps, norm_offset) if qk_norm else None
-        self.out = ResidualLinear(build, mixed, {"o_proj": Columns.of(outputs)}, bias=out_bias)
+        self.out = PartialLinear(build, mixed, {"o_proj": Columns.of(outputs)}, bias=out_bias)
         self.kv_format = build.kv.of(build.layer)
         quantizers = head_quantizers(self.kv_format, head_dim, build.kv.setting)
         scale_tensors = build.module_tensors("k_proj", "v_proj")

@@ -5,22 +5,33 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from lockstep.kernels import Op
-from lockstep.kernels.exchange import ALONE, Gather, RankGroup, all_columns, exchange
+from lockstep.kernels.activations import Act
+from lockstep.kernels.exchange import (
+    ALONE,
+    Activation,
+    AddNorm,
+    Gather,
+    RankGroup,
+    all_columns,
+    exchange,
+    exchange_add_rms_norm,
+)
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear import draft_linear
 from lockstep.kernels.linear.probe import Probed
+from lockstep.kernels.norm import add_rms_norm
 from lockstep.kernels.sampling import LogitShard
 from lockstep.layers.adapters import NO_ADAPTERS, AdapterTable
 from lockstep.layers.exchange import Exchange
 from lockstep.layers.kv_format import LayerKVFormats
 from lockstep.layers.memory_budget import MemoryBudget
-from lockstep.layers.sharding import Columns, Rank, Shard, count_columns
+from lockstep.layers.sharding import Columns, QuantizedShard, Rank, Shard, count_columns
 from lockstep.quantization import CheckpointLinear, Layout, Ranges, TensorInfo, WeightFormat
 
 
@@ -53,8 +64,9 @@ class BuildContext:
     checkpoint may have. weight_format: None for plain weights. arch: architecture of a GPU
     that is not present, such as 86; None for the device's. kv: KV cache format of each layer.
     state_dtype: dtype of recurrent state between steps.
-    group: the tensor-parallel ranks. adapters: those that linear layers make room for. shards: of
-    the parameters that are cut across ranks, by their id().
+    group: the tensor-parallel ranks. adapters: those that linear layers make room for. shards,
+    quantized_shards: of the parameters and quantized weights that are cut across ranks, by their
+    id().
     """
 
     device: str
@@ -75,6 +87,7 @@ class BuildContext:
     group: RankGroup = ALONE
     adapters: AdapterTable = NO_ADAPTERS
     shards: dict[int, Shard] = field(default_factory=dict)
+    quantized_shards: dict[int, QuantizedShard] = field(default_factory=dict)
     choices: list[BackendChoice] = field(default_factory=list)
     probed: dict[tuple[int, int, torch.dtype], Probed] = field(default_factory=dict)
     memory_budget: MemoryBudget = field(init=False)
@@ -158,36 +171,74 @@ class BuildContext:
         self.choices.append(BackendChoice(self.layer, op.name, name, refused))
         return op.backends[name].run
 
-    def exchange(self, columns: Columns, rows: int = 1) -> Gather:
+    def exchange(self, columns: Columns, rows: int = 1, act: Activation | None = None) -> Gather:
         """Return the function that gathers these columns: [T, this rank's] -> [T, all].
 
-        rows: that each token of a step has, such as one for each of its experts.
+        It takes split-K partials [P, T, this rank's] fp32 too.
+
+        Args:
+            rows: that each token of a step has, such as one for each of its experts.
+            act: makes the columns from the argument.
         """
         if self.rank.size == 1:
             return all_columns
-        widths = self._widths(columns)
-        received = (sum(widths) - widths[self.rank.index]) * self.dtype.itemsize
-        return Exchange(partial(self._exchange(), widths=widths), self.layer, rows * received)
+        return self._exchange(exchange, columns, rows, dtype=self.dtype, act=act)
+
+    def activation(self, op: Op, columns: Columns) -> Gather:
+        """Return the function that applies an activation op and gathers its columns [T, all]."""
+        run = self.op(op)
+        if self.rank.size == 1:
+            return run
+        return self.exchange(columns, act=Activation(cast(Act, op.name), run))
+
+    def add_rms_norm(self, width: int) -> AddNorm:
+        """Return add_rms_norm for a delta that has this rank's columns of `width`."""
+        run: AddNorm = self.op(add_rms_norm, width=width)
+        if self.rank.size == 1:
+            return run
+        return self._exchange(exchange_add_rms_norm, Columns.of(width), add_norm=run)
 
     def logit_shard(self, columns: Columns) -> LogitShard:
         """Return this rank's share of the logits of a head with these columns."""
         if not columns.ranges(self.rank):
             return LogitShard((columns.total,))
-        return LogitShard(self._widths(columns), self.rank.index, self._exchange())
+        run = partial(self._exchange_op(exchange), group=self.group)
+        return LogitShard(self._widths(columns), self.rank.index, run)
 
-    def _exchange(self) -> Callable[..., Tensor]:
-        """Return the backend of exchange with its group."""
-        return partial(self.op(exchange, ranks=self.rank.size), group=self.group)
+    def _exchange(self, op: Op, columns: Columns, rows: int = 1, **options: Any) -> Exchange:
+        """Return the exchange of these columns by an op, bound to these options."""
+        widths = self._widths(columns)
+        received = (sum(widths) - widths[self.rank.index]) * self.dtype.itemsize
+        bound = partial(self._exchange_op(op), widths=widths, group=self.group, **options)
+        return Exchange(bound, self.layer, rows * received)
+
+    def _exchange_op(self, op: Op) -> Callable[..., Any]:
+        """Return the backend of an op that exchanges columns."""
+        return self.op(op, ranks=self.rank.size, peer_access=self.group.peers is not None)
 
     def _widths(self, columns: Columns) -> tuple[int, ...]:
         """Return the number of columns of each rank."""
         ranks = (Rank(index, self.rank.size) for index in range(self.rank.size))
         return tuple(count_columns(columns, rank) for rank in ranks)
 
-    def cut(self, parameter: Tensor | None, ranges: Ranges, total: int, axis: int = 0) -> None:
-        """Record which slice of the whole parameter this one is. ranges: () for all of it."""
-        if parameter is not None and ranges:
-            self.shards[id(parameter)] = Shard(axis, ranges, total)
+    def cut(
+        self,
+        parameter: Tensor | None,
+        ranges: Ranges,
+        total: int,
+        axis: int = 0,
+        order: Tensor | None = None,
+    ) -> None:
+        """Record which slice of the whole parameter this one is: see Shard."""
+        if parameter is not None and (ranges or order is not None):
+            self.shards[id(parameter)] = Shard(axis, ranges, total, order)
+
+    def cut_quantized(
+        self, weight: QuantizedWeight, layout: Layout | None, ranges: Ranges, total: int
+    ) -> None:
+        """Record which columns of the whole quantized weight this one has: see QuantizedShard."""
+        if layout is not None and ranges:
+            self.quantized_shards[id(weight)] = QuantizedShard(layout, ranges, total)
 
     def linear_op(self, op: Op, n: int, k: int, quantized: str = "") -> Callable[..., Any]:
         """Return the kernel of a weight [n, k]: canonical, or the fastest for a drafter.

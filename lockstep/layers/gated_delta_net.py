@@ -14,7 +14,7 @@ from lockstep.kernels.gated_delta_rule import (
 )
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.layers.build_context import BuildContext
-from lockstep.layers.linear import Linear, ResidualLinear, Target
+from lockstep.layers.linear import Linear, PartialLinear, Target
 from lockstep.layers.norm import GatedRMSNorm
 from lockstep.layers.sharding import Columns, Part, row_sink
 from lockstep.step import StepContext, flush_after
@@ -99,7 +99,7 @@ class GatedDeltaNet(nn.Module):
         for parameter in (self.a_log, self.dt_bias):
             build.cut(parameter, self.head_columns.ranges(build.rank), self.head_columns.total)
         self.norm = GatedRMSNorm(build, value_dim, eps)
-        self.out = ResidualLinear(build, value_columns, {"out_proj": Columns.of(hidden)})
+        self.out = PartialLinear(build, value_columns, {"out_proj": Columns.of(hidden)})
         traits = dict(key_dim=key_dim, value_dim=value_dim, key_heads=key_heads, kernel=kernel)
         traits.update(value_heads=value_heads)
         self.step_op = build.op(gated_delta_step, **traits)

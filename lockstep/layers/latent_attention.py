@@ -9,7 +9,7 @@ from lockstep.kernels.formats.kv.table import latent_quantizer
 from lockstep.kernels.head_linear import head_linear
 from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_cache
 from lockstep.layers.build_context import BuildContext
-from lockstep.layers.linear import Linear, ResidualLinear, Target, weight_sinks
+from lockstep.layers.linear import Linear, PartialLinear, Target, weight_sinks
 from lockstep.layers.norm import Norm, RMSNorm
 from lockstep.layers.rotary import Rotary
 from lockstep.layers.sharding import Columns
@@ -60,6 +60,9 @@ class AbsorbedHeads(nn.Module):
         layout = build.layout(self.module)
         sizes = (self.module.outputs, latent)
         self.quantized_parts = [] if layout is None else [build.quantized_weight(*sizes, layout)]
+        for part in self.quantized_parts:
+            whole = build.layout(self.module.whole)
+            build.cut_quantized(part, whole, self.module.ranges, self.module.whole_outputs)
         self.query = build.op(head_linear, inputs=plain, outputs=latent)
         self.out = build.op(head_linear, inputs=latent, outputs=value)
 
@@ -151,7 +154,7 @@ class LatentAttention(nn.Module):
         self.quantizer = latent_quantizer(build.kv.of(build.layer), latent, build.kv.setting)
         rotation = None if self.quantizer is None else self.quantizer.rotation
         self.absorbed = AbsorbedHeads(build, heads, plain, latent, value, rotation)
-        self.out = ResidualLinear(build, values, {"o_proj": Columns.of(outputs)})
+        self.out = PartialLinear(build, values, {"o_proj": Columns.of(outputs)})
         sizes = dict(latent=latent, rope=turned)
         quantizers = None if self.quantizer is None else (self.quantizer,)
         self.rope = build.op(latent_rope_and_cache, **sizes, quantizers=quantizers)

@@ -225,17 +225,44 @@ def _merge_groups(parts: Sequence[RowGroup], by_rows: Layout | None) -> RowGroup
     return layout, sum(rows for _, rows in parts)
 
 
-def group_into_gemms(row_groups: Sequence[RowGroup], k: int) -> list[list[RowGroup]]:
-    """Return the row groups of each GEMM of a layer.
+def group_into_gemms(
+    build: BuildContext, modules: Sequence[CheckpointLinear], k: int
+) -> list[list[RowGroup]]:
+    """Return the row groups of each GEMM of fused linear layers.
 
     All groups share one GEMM if one of them is plain and the others are small enough to be
-    dequantized (MAX_DEQUANTIZED); otherwise each group has its own.
+    dequantized (MAX_DEQUANTIZED); otherwise each group has its own. The whole weights decide, since
+    a GEMM's split-K partitions follow from its storage: every number of ranks has the same ones.
     """
-    quantized = sum(rows * k for layout, rows in row_groups if layout is not None)
-    plain = any(layout is None for layout, _ in row_groups)
+    row_groups = row_groups_of(build, modules)
+    whole_groups = row_groups_of(build, [module.whole for module in modules])
+    quantized = sum(rows * k for layout, rows in whole_groups if layout is not None)
+    plain = any(layout is None for layout, _ in whole_groups)
     if plain and quantized <= MAX_DEQUANTIZED:
-        return [list(row_groups)]
+        return [row_groups]
     return [[group] for group in row_groups]
+
+
+def cut_weight(
+    build: BuildContext,
+    weight: Weight,
+    modules: Sequence[CheckpointLinear],
+    order: Tensor | None = None,
+) -> None:
+    """Record which rows of the whole fused weight this rank stores, quantized or not.
+
+    order: see lockstep.layers.sharding.Shard.
+    """
+    build.cut(weight.weight, *joined_ranges(modules), order=order)
+    begins = list(accumulate((module.outputs for module in modules), initial=0))
+    quantized = dict(weight.load_buffers)
+    if weight.quantized is not None:
+        quantized[0] = weight.quantized
+    for first, part in quantized.items():
+        end = first + part.shape[0]
+        reads = [m for begin, m in zip(begins, modules, strict=False) if first <= begin < end]
+        ((layout, _),) = row_groups_of(build, [module.whole for module in reads])
+        build.cut_quantized(part, layout, *joined_ranges(reads))
 
 
 def weight_sinks(
@@ -300,14 +327,13 @@ class Linear(nn.Module):
             self.gather_outputs = build.exchange(columns)
         self.reads = [build.module(name, n, inputs) for name, n in outputs.items()]
         self.outputs = tuple(module.outputs for module in self.reads)
-        row_groups = group_into_gemms(row_groups_of(build, self.reads), inputs)
+        row_groups = group_into_gemms(build, self.reads, inputs)
         # Split-K partitions follow from the whole weight, so that every number of ranks has them.
         total = sum(module.whole_outputs for module in self.reads)
-        # What crosses ranks, or gets an adapter, is rounded to the model's dtype first.
-        sent = self.gathers and build.rank.size > 1
+        # What gets an adapter is rounded first. An exchange adds partials itself.
         adapted = any(build.adapters.change(module.names) for module in self.reads)
-        whole = bias or sent or adapted
-        allow_partials = self.allow_partials and not whole and len(row_groups) == 1
+        adds = self.allow_partials or (self.gathers and build.rank.size > 1)
+        allow_partials = adds and not (bias or adapted) and len(row_groups) == 1
         gemms = [
             Gemm(build, inputs, groups, total=total, allow_partials=allow_partials)
             for groups in row_groups
@@ -316,16 +342,16 @@ class Linear(nn.Module):
         self.orders = {name: order() for name, order in (orders or {}).items()}
         self.gemm_begins = tuple(accumulate((gemm.shape[0] for gemm in gemms), initial=0))
         self.bias = build.empty(sum(self.outputs)) if bias else None
-        build.cut(self.bias, *_joined_ranges(self.reads))
+        build.cut(self.bias, *joined_ranges(self.reads), order=self._joined_order(self.names))
         self.add_adapters: AddAdapters = no_adapters
         if adapted:
             reordered = {self.names.index(name): order for name, order in self.orders.items()}
             self.add_adapters = LoRA(build, self.reads, inputs, reordered)
         for gemm, (first, last) in zip(gemms, pairwise(self.gemm_begins), strict=True):
             begins = accumulate(self.outputs, initial=0)
-            pairs = zip(begins, self.reads, strict=False)
-            reads = [module for begin, module in pairs if first <= begin < last]
-            build.cut(gemm.weight, *_joined_ranges(reads))
+            inside = [i for i, begin in enumerate(begins) if first <= begin < last]
+            order = self._joined_order([self.names[i] for i in inside])
+            cut_weight(build, gemm, [self.reads[i] for i in inside], order)
 
     def forward(self, x: Tensor, ctx: StepContext | None) -> Tensor:
         """Return the outputs with the adapter of each token.
@@ -405,13 +431,24 @@ class Linear(nn.Module):
                     "Use a checkpoint with whole blocks, or one that does not quantize this module."
                 ) from None
 
+    def _joined_order(self, names: Sequence[str]) -> Tensor | None:
+        """Return `orders` of consecutive fused weights as one; None if all are in order."""
+        if not any(name in self.orders for name in names):
+            return None
+        order: list[Tensor] = []
+        for name in names:
+            count = self.outputs[self.names.index(name)]
+            rows = self.orders.get(name)
+            order.append((torch.arange(count) if rows is None else rows) + sum(map(len, order)))
+        return torch.cat(order)
+
     def _rows(self, index: int) -> slice:
         """Return the rows of one fused weight within the layer."""
         begin = sum(self.outputs[:index])
         return slice(begin, begin + self.outputs[index])
 
 
-def _joined_ranges(modules: Sequence[CheckpointLinear]) -> tuple[Ranges, int]:
+def joined_ranges(modules: Sequence[CheckpointLinear]) -> tuple[Ranges, int]:
     """Return (this rank's ranges, columns) of fused linear layers; no ranges if none is cut."""
     ranges: list[tuple[int, int]] = []
     offset = 0
@@ -434,15 +471,6 @@ class PartialLinear(Linear):
 
 class GatheredLinear(Linear):
     """x [T, K] -> [T, N], whole on every rank."""
-
-    gathers = True
-
-
-class ResidualLinear(PartialLinear):
-    """x [T, K] -> delta [T, N] that AddRMSNorm adds to the residual, or its split-K partials.
-
-    The delta of several ranks is whole on each of them.
-    """
 
     gathers = True
 
@@ -525,7 +553,7 @@ class Head(Gemm):
         groups = [(layout, self.module.outputs)]
         super().__init__(build, hidden, groups, existing=existing, total=vocab)
         if existing is None:
-            build.cut(self.weight, self.module.ranges, vocab)
+            cut_weight(build, self, [self.module])
         self.shard = VocabularyShard(build, vocab, hidden)
         self.logit_shard = shard = build.logit_shard(columns)
         if shard.ranks > 1:  # the sampler calls them; they are here for those who walk the model

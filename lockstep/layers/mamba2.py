@@ -10,7 +10,7 @@ from lockstep.cache.state import state_spec
 from lockstep.kernels.mamba2 import Mamba2Weights, mamba2_chunk, mamba2_step
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.layers.build_context import BuildContext
-from lockstep.layers.linear import Linear, ResidualLinear, Target
+from lockstep.layers.linear import Linear, PartialLinear, Target
 from lockstep.layers.norm import GatedGroupNorm
 from lockstep.layers.sharding import Columns, Part, row_sink
 from lockstep.step import StepContext, flush_after
@@ -81,7 +81,7 @@ class Mamba2(nn.Module):
             build.cut(parameter, self.head_columns.ranges(build.rank), self.head_columns.total)
         build.cut(self.norm.weight, self.inner_columns.ranges(build.rank), self.inner_columns.total)
         outputs = {"out_proj": Columns.of(hidden)}
-        self.out = ResidualLinear(build, self.inner_columns, outputs, bias=bias)
+        self.out = PartialLinear(build, self.inner_columns, outputs, bias=bias)
         traits = dict(heads=heads, head_dim=head_dim, groups=groups, state_dim=state_dim)
         self.step_op = build.op(mamba2_step, **traits, kernel=kernel)
         self.chunk_op = build.op(mamba2_chunk, **traits, kernel=kernel)

@@ -4,15 +4,15 @@ from torch import Tensor, nn
 
 from lockstep.kernels.activations import relu2, silu_mul
 from lockstep.layers.build_context import BuildContext
-from lockstep.layers.linear import GatheredLinear, Linear, ResidualLinear, Target
+from lockstep.layers.linear import Linear, PartialLinear, Target
 from lockstep.layers.sharding import Columns
 from lockstep.step import StepContext
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU (Shazeer, 2020): x [T, H] -> delta [T, H]. Gate and up are one weight.
+    """SwiGLU (Shazeer, 2020): x [T, H] -> delta [T, H], or its split-K partials.
 
-    partial: the delta may be split-K partials, like that of ResidualLinear.
+    Gate and up are one weight. With several ranks the delta has this rank's columns.
     """
 
     def __init__(
@@ -22,16 +22,14 @@ class GatedMLP(nn.Module):
         inner: int,
         *,
         bias: bool = False,
-        partial: bool = True,
     ) -> None:
         super().__init__()
-        last = ResidualLinear if partial else GatheredLinear
         columns = Columns.of(inner)
         self.gate_up = Linear(
             build, hidden, dict.fromkeys(("gate_proj", "up_proj"), columns), bias=bias
         )
-        self.down = last(build, columns, {"down_proj": Columns.of(hidden)}, bias=bias)
-        self.act = build.op(silu_mul)
+        self.act = build.activation(silu_mul, columns)
+        self.down = PartialLinear(build, inner, {"down_proj": Columns.of(hidden)}, bias=bias)
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         return self.down(self.act(self.gate_up(x, ctx)), ctx)
@@ -50,8 +48,8 @@ class ReluMLP(nn.Module):
         super().__init__()
         columns = Columns.of(inner)
         self.up = Linear(build, hidden, {"up_proj": columns}, bias=bias)
-        self.down = ResidualLinear(build, columns, {"down_proj": Columns.of(hidden)}, bias=bias)
-        self.act = build.op(relu2)
+        self.act = build.activation(relu2, columns)
+        self.down = PartialLinear(build, inner, {"down_proj": Columns.of(hidden)}, bias=bias)
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
         return self.down(self.act(self.up(x, ctx)), ctx)

@@ -21,7 +21,7 @@ from lockstep.layers.linear import (
     Target,
     Weight,
     group_into_gemms,
-    row_groups_of,
+    joined_ranges,
     weight_sinks,
 )
 from lockstep.layers.sharding import Columns, count_columns
@@ -109,6 +109,9 @@ class ExpertWeight(Weight):
         layout = _common_layout(build, self.reads)
         super().__init__(build, inputs, [(layout, experts * self.rows)])
         build.cut(self.weight, self.ranges, self.whole_rows, axis=1)
+        for part in self.quantized_parts:
+            layout = build.layout(self.reads[0].whole)
+            build.cut_quantized(part, layout, *joined_ranges(self.reads))
 
     def _allocate(self, build: BuildContext) -> nn.Parameter:
         return build.matrices(self.experts, self.rows, self.shape[1])
@@ -263,7 +266,6 @@ class MoE(nn.Module):
             # combine() adds a whole output; only the experts op adds partials.
             last = Linear if latent else PartialLinear
             self.shared_down = last(build, Columns.of(shared_inner), down, bias=bias)
-        self.gather_outputs = build.exchange(Columns.of(hidden))
 
     def _build_router(
         self,
@@ -316,11 +318,9 @@ class MoE(nn.Module):
         dispatched = self.dispatch(x, ctx)
         if self.into_latent is None or self.out_of_latent is None:
             # The op combines in the launch of the down projections.
-            y = self.grouped_mlp(x, dispatched, dispatched.shared, dispatched.shared_gate)
-        else:
-            latent = self.grouped_mlp(self.into_latent(x, ctx), dispatched)
-            y = self.combine(self.out_of_latent(latent, ctx), dispatched)
-        return self.gather_outputs(y)
+            return self.grouped_mlp(x, dispatched, dispatched.shared, dispatched.shared_gate)
+        latent = self.grouped_mlp(self.into_latent(x, ctx), dispatched)
+        return self.combine(self.out_of_latent(latent, ctx), dispatched)
 
     def dispatch(self, x: Tensor, ctx: StepContext) -> DispatchResult:
         """Choose the experts of each token, and run the shared expert."""
@@ -376,7 +376,7 @@ def _fp32_build(build: BuildContext) -> BuildContext:
 def _is_one_gemm(build: BuildContext, inputs: int, outputs: Mapping[str, int | Columns]) -> bool:
     """Return whether linear layers of `inputs` columns can be served by one GEMM."""
     modules = [build.module(name, n, inputs) for name, n in outputs.items()]
-    return len(group_into_gemms(row_groups_of(build, modules), inputs)) == 1
+    return len(group_into_gemms(build, modules, inputs)) == 1
 
 
 def _describe_expert(

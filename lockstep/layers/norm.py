@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from lockstep.kernels.norm import add_rms_norm, gated_group_norm, gated_rms_norm, rms_norm
+from lockstep.kernels.norm import gated_group_norm, gated_rms_norm, rms_norm
 from lockstep.layers.build_context import BuildContext
 
 
@@ -34,13 +34,14 @@ class RMSNorm(Norm):
 class AddRMSNorm(Norm):
     """Residual add and norm: x [T, D], delta -> (x + delta, its norm), each [T, D].
 
-    delta: output of a ResidualLinear; None adds nothing.
+    delta: this rank's columns of what is added, as a sublayer's body returns them, or their split-K
+    partials; None adds nothing.
     """
 
     def __init__(self, build: BuildContext, width: int, eps: float, offset: float = 0.0) -> None:
         super().__init__(build, width, eps, offset)
         self.norm = build.op(rms_norm, width=width)
-        self.add_norm = build.op(add_rms_norm, width=width)
+        self.add_norm = build.add_rms_norm(width)
 
     def forward(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         if delta is None:  # before the first layer

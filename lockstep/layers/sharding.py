@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError, choice_error
+from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.sampling import VOCABULARY_TILE
-from lockstep.quantization import CheckpointLinear, Ranges, WeightSink
+from lockstep.quantization import CheckpointLinear, Layout, Ranges, WeightSink
 
 MAX_RANKS = 64
 """Largest tensor_parallel_size that error messages suggest."""
@@ -182,11 +183,16 @@ def count_columns(columns: int | Columns, rank: Rank) -> int:
 
 @dataclass(frozen=True)
 class Shard:
-    """Slice of a parameter that a rank stores: `ranges` out of `total` entries of `axis`."""
+    """Slice of a parameter that a rank stores: `ranges` out of `total` entries of `axis`.
+
+    ranges: () for all of them. order: index, within the slice, of each entry that is stored; None
+    where they are in the checkpoint's order.
+    """
 
     axis: int
     ranges: Ranges
     total: int
+    order: Tensor | None = None
 
     def shape_of_whole(self, parameter: Tensor) -> tuple[int, ...]:
         """Return the shape of the whole parameter."""
@@ -195,9 +201,32 @@ class Shard:
         return tuple(shape)
 
     def narrow(self, full: Tensor) -> Tensor:
-        """Return the rank's slice of the full parameter."""
-        parts = [full.narrow(self.axis, begin, end - begin) for begin, end in self.ranges]
-        return torch.cat(parts, self.axis)
+        """Return the rank's slice of the full parameter, in the order in which it is stored."""
+        ranges = self.ranges or ((0, self.total),)
+        parts = [full.narrow(self.axis, begin, end - begin) for begin, end in ranges]
+        joined = torch.cat(parts, self.axis)
+        if self.order is None:
+            return joined
+        return joined.index_select(self.axis, self.order.to(joined.device))
+
+
+@dataclass(frozen=True)
+class QuantizedShard:
+    """Output columns of a quantized weight that a rank stores: `ranges` out of `total`.
+
+    layout: of the whole weight. A rank may store its columns with more scales.
+    """
+
+    layout: Layout
+    ranges: Ranges
+    total: int
+
+    def fill_dummy(self, weight: QuantizedWeight, generator: torch.Generator) -> None:
+        """Fill the rank's weight with its columns of a whole random weight."""
+        whole = self.layout.empty(self.total, weight.k, weight.device)
+        whole.fill_dummy(generator)
+        ids = [torch.arange(*columns, device=weight.device) for columns in self.ranges]
+        weight.copy_rows(whole, torch.cat(ids))
 
 
 @dataclass(frozen=True)

@@ -193,17 +193,11 @@ def finish(*roots: nn.Module) -> None:
                 layer.finish()
 
 
-def fill_dummy(
-    model: nn.Module,
-    draft: nn.Module | None,
-    seed: int,
-    shards: Mapping[int, Shard] | None = None,
-) -> None:
+def fill_dummy(model: nn.Module, draft: nn.Module | None, seed: int, build: BuildContext) -> None:
     """Fill weights with random values at the scale of trained ones, equal for equal seeds.
 
-    shards: of the parameters that are cut across ranks, by their id(). Such a parameter gets its
-    slice of the whole parameter's values, so that the weights do not depend on the number of ranks.
-    Quantized weights, and projections that are reordered after loading, do depend on it.
+    build: context that the model was built with. A weight that is cut across ranks gets its slice
+    of the whole weight's values, so that they do not depend on the number of ranks.
     """
     modules = [model] if draft is None else [model, draft]
     parameters = {id(p): p for m in modules for p in m.parameters()}
@@ -213,7 +207,7 @@ def fill_dummy(
     centres = {id(norm.weight): 1.0 - norm.offset for norm in norms}
     for index, parameter in enumerate(parameters.values()):
         generator = torch.Generator(parameter.device).manual_seed(seed * 100003 + index)
-        shard = (shards or {}).get(id(parameter))
+        shard = build.shards.get(id(parameter))
         values = parameter.data if shard is None else _like(parameter, shard)
         if parameter.dim() == 1:
             values.uniform_(-0.2, 0.2, generator=generator)
@@ -227,7 +221,11 @@ def fill_dummy(
     for index, weight in enumerate(quantized):
         # Seeds below those of the parameters, so that no two tensors share a sequence.
         generator = torch.Generator(weight.device).manual_seed(seed * 100003 - 1 - index)
-        weight.fill_dummy(generator)
+        part = build.quantized_shards.get(id(weight))
+        if part is None:
+            weight.fill_dummy(generator)
+        else:
+            part.fill_dummy(weight, generator)
     finish(*modules)
 
 

@@ -68,6 +68,11 @@ class CheckpointLinear:
         if not self.whole_outputs:
             object.__setattr__(self, "whole_outputs", self.outputs)
 
+    @property
+    def whole(self) -> "CheckpointLinear":
+        """The layer as a single rank stores it."""
+        return replace(self, outputs=self.whole_outputs, ranges=())
+
     @cached_property
     def lines(self) -> str:
         """Names of the layer, one per line."""

@@ -1,4 +1,4 @@
-"""The FastAPI application: routes and layers of the server."""
+"""FastAPI application of the server: its routes and middleware."""
 
 import asyncio
 from collections.abc import Mapping
@@ -194,8 +194,9 @@ def _invocation_body(body: Mapping[str, Any]) -> ChatRequest | CompletionRequest
     has_messages, has_prompt = (body.get(name) is not None for name in ("messages", "prompt"))
     if has_messages == has_prompt:
         raise RequestError(
-            f"messages and prompt are {'both' if has_prompt else 'neither'} there; allowed: one of "
-            "them. Send messages as to /v1/chat/completions, or a prompt as to /v1/completions.",
+            f"the body has {'both' if has_prompt else 'neither'} of messages and prompt; allowed: "
+            "one of them. Send messages as to /v1/chat/completions, or a prompt as to "
+            "/v1/completions.",
             "messages",
         )
     try:
@@ -330,7 +331,7 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
     async def tokenize(body: TokenizeRequest) -> JSONResponse:
         service.check_model(body.model)
         if body.prompt is not None and body.messages is not None:
-            raise RequestError("prompt and messages are both there; send one of them.", "prompt")
+            raise RequestError("the body has prompt and messages; send one of them.", "prompt")
         if body.messages is not None:
             messages = [message.sent for message in body.messages]
             tools = [tool.sent for tool in body.tools or ()] or None
@@ -341,7 +342,9 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
         elif body.prompt is not None:
             ids = await asyncio.to_thread(processor.encode, body.prompt, body.add_special_tokens)
         else:
-            raise RequestError("prompt and messages are both missing; send one of them.", "prompt")
+            raise RequestError(
+                "the body has no prompt and no messages; send one of them.", "prompt"
+            )
         response: TokenizeResponse = {
             "tokens": ids,
             "count": len(ids),

@@ -48,8 +48,11 @@ POLL_SECONDS = 0.05
 STATS_SECONDS = 10.0
 """Interval of log lines of throughput."""
 KEEP_ALIVE_SECONDS = 75.0
-"""Longer than the 60 s for which most proxies keep an idle connection. If the server closed first,
-a proxy could send a request into a closed connection."""
+"""Default seconds for which an idle connection is kept.
+
+Longer than the 60 s of most proxies: if the server closed first, a proxy could send a request into
+a closed connection.
+"""
 CLOSE_HEADER = (b"connection", b"close")
 
 
@@ -368,7 +371,7 @@ def _config(app: FastAPI, options: Options) -> uvicorn.Config:
 
 
 def check_tls(tls: Mapping[str, Any]) -> None:
-    """Raise ConfigError for ssl_* settings that uvicorn could not use. {} is no TLS."""
+    """Raise ConfigError for ssl_* settings that uvicorn could not use. tls: {} for no TLS."""
     if not tls:
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -9,7 +9,7 @@ from lockstep.sampling_params import MAX_LOGPROBS
 from lockstep.serve.telemetry.logs import LogFormat
 from lockstep.settings import LIST_TO_TUPLE, Settings, setting, size_in
 
-# Limits against slips of the keyboard: a day, a GiB, and more than any machine can serve.
+# Limits that catch typing errors: a day, a GiB, and more than any machine can serve.
 MAX_SECONDS = 86_400.0
 MAX_MEBIBYTES = 1024.0
 MAX_QUEUED = 1_000_000

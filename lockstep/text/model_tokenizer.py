@@ -9,6 +9,7 @@ from lockstep.text.templates.chat_template import Message
 from lockstep.text.tokenizers.tokenizer import Tokenizer
 
 APPLY = ("conversation", "tools", "tokenize", "add_generation_prompt", "continue_final_message")
+"""Parameters of apply_chat_template(), for the error of an unknown keyword."""
 
 
 class ModelTokenizer:

@@ -75,9 +75,9 @@ Logprobs = list[dict[int, Logprob]]
 class TextUpdate(NamedTuple):
     """Immutable result of one push.
 
-    `texts`, `token_ids` and `logprobs` hold what is new; `num_tokens` counts all tokens so far.
-    `texts` has one entry per token, and one for the flushed text if no token is new.
-    `finish_reason` is None until the completion has ended.
+    texts, token_ids, logprobs: of the new tokens. texts has one entry per token, and one for the
+    flushed text if no token is new. finish_reason: None until the completion has ended. num_tokens:
+    all tokens so far.
     """
 
     texts: tuple[str, ...] = ()
@@ -120,8 +120,7 @@ class CompletionText:
 
     @property
     def finished(self) -> bool:
-        """Return whether the completion has ended. The engine does not know of a stop string
-        yet."""
+        """Return whether the completion has ended; the engine does not know stop strings."""
         return self.output.finish_reason is not None
 
     def push(
@@ -219,7 +218,10 @@ def name_tokens(tokenizer: Tokenizer | None, logprobs: Sequence[dict[int, Logpro
 
 
 class Processor:
-    """Text side of a model. Without a tokenizer it takes and returns token ids only."""
+    """Tokenizer, chat template, parsers and grammars of a model.
+
+    Without a tokenizer it takes and returns token ids only.
+    """
 
     def __init__(
         self,
@@ -782,13 +784,13 @@ class Processor:
         choice: Any = "auto",
         parallel: bool = True,
     ) -> StructuredOutputsParams | None:
-        """Return what an answer must match: the requested form, or tool calls.
+        """Return the form that an answer must match: the requested one, or tool calls.
 
         Calls are enforced if the choice requires them or a tool is strict. If calls are optional
         and JSON was requested, the answer is one or the other. Required calls leave no content for
         a form to bind.
         choice: tool_choice of OpenAI's API.
-        several: allow more than one call.
+        parallel: allow more than one call.
         Raises: RequestError.
         """
         tool_choice = ToolChoice.read(choice)

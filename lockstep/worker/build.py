@@ -246,7 +246,7 @@ def build_models(
     model = build_model(checkpoint.raw, build)
     draft = build_draft(config, checkpoint, model, build)
     if config.load_format == "dummy":
-        fill_dummy(model, draft, config.seed, build.shards)
+        fill_dummy(model, draft, config.seed, build)
         return model, draft, None
     shown = partial(progress, "loading")
     return model, draft, load_weights(checkpoint, model, draft, shown, build.weight_format)

@@ -28,13 +28,13 @@ class ExchangeRate:
 
 EXCHANGE_RATES = {
     "push": ExchangeRate(latency=2.6e-6, bandwidth=480e9),
-    "nccl": ExchangeRate(latency=20e-6, bandwidth=76e9),
+    "nccl": ExchangeRate(latency=10.9e-6, bandwidth=98e9),
 }
-"""Rates by backend of the op exchange, between two GPUs over NVLink.
+"""Rates by backend of the op exchange, between two H200s over NVLink, in CUDA graphs of 64.
 
-Both are fitted to rows of 5,120 columns in bf16, in a CUDA graph. push: two H200s, a chain of 64
-kernels that write to their peer; 2.58 us with 1 row, 3.25 us with 64. nccl: two H100s, one
-all-gather; 20 us with 1 row, 24 us with 64, 41 us with 256, 89 us with 1,024.
+push: kernels that write their columns to the peer and wait for its own, without a launch for the
+exchange; rows of 5,120 columns in bf16 took 2.58 us with 1 row and 3.25 us with 64. nccl: 10.9 us
+with 1 row, and 56.3 us with 256 rows of 17,408 columns (docs/kernels/exchange.md).
 """
 
 

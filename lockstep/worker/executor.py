@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from lockstep.config import EngineConfig, Plan
+from lockstep.kernels.exchange import exchange
 from lockstep.models.loader import LoadResult
 from lockstep.scheduling.grammar import FillMasks, MaskQuery
 from lockstep.scheduling.schedule import Results, Schedule
@@ -175,9 +176,10 @@ class InProcessExecutor:
         about the checkpoint's weight format.
         """
         ranks = [fit.rank_bytes(self.plan) for fit in self._fits]
+        backends = {choice.backend for choice in self._choices if choice.op == exchange.name}
         return {
             "layers": [vars(choice) for choice in self._choices],
-            "ranks": explain_ranks(ranks, self._costs, self.plan, self._choices),
+            "ranks": explain_ranks(ranks, self._costs, self.plan, ", ".join(backends)),
             "notes": list(self._notes),
         }
 

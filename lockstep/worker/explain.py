@@ -14,6 +14,7 @@ from lockstep.config import EngineConfig, StepLimits
 from lockstep.errors import ConfigError
 from lockstep.kernels.architecture import Architecture, architecture_by_name
 from lockstep.kernels.backends import load as load_backends
+from lockstep.kernels.exchange import exchange
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.layers.attention import Attention
 from lockstep.layers.latent_attention import LatentAttention
@@ -75,7 +76,7 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
         "layers": [vars(choice) for choice in build.choices],
         "tiles": list(tiles(card, limits, build.dtype, dry_engine.model)),
         "plan": planned,
-        "ranks": explain_ranks(ranks, dry_engine.costs, limits, build.choices),
+        "ranks": explain_ranks(ranks, dry_engine.costs, limits, exchange_backend(config)),
         "notes": [
             SHARED_NOTE,
             PROBE_NOTE,
@@ -140,6 +141,17 @@ def rank_bytes(engine: DryEngine, first: DryEngine, planned: dict[str, Any]) -> 
     return RankBytes(weights, pages, state, sum(parts.values()))
 
 
+def exchange_backend(config: EngineConfig) -> str:
+    """Return the backend of exchanges with and without access to the peers' memory, "" for one
+    rank.
+    """
+    if config.tensor_parallel_size == 1:
+        return ""
+    traits = dict(device="cuda", ranks=config.tensor_parallel_size)
+    reaches = (False,) if config.disable_custom_all_reduce else (True, False)
+    return " or ".join(exchange.choose(**traits, peer_access=access) for access in reaches)
+
+
 def tiles(
     card: Architecture, limits: StepLimits, dtype: torch.dtype, model: nn.Module
 ) -> Iterator[dict[str, Any]]:
@@ -181,7 +193,9 @@ def _tiled(
             tile = DEQUANTIZE_FIRST
             if isinstance(weight, QuantizedWeight):
                 tile = quantized_tile(tokens, weight, module.split_k, dtype, gpu)
-            return lookup(tokens, n, k, dtype, f"sm{number}") if tile == DEQUANTIZE_FIRST else tile
+            if tile != DEQUANTIZE_FIRST:
+                return tile
+            return lookup(tokens, n, k, dtype, f"sm{number}", module.split_k)
 
         yield "linear", f"{n}x{k}" + suffix, linear_tile
     elif isinstance(module, MoE):

@@ -1,13 +1,11 @@
 """Explanation of tensor-parallel ranks: bytes of each, exchanges of a pass, floors of a step."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config import StepLimits
-from lockstep.kernels.exchange import exchange
-from lockstep.layers.build_context import BackendChoice
 from lockstep.worker.device_rates import EXCHANGE_RATES
 from lockstep.worker.roofline import ExchangeCost, PassCosts, StepCosts
 
@@ -37,17 +35,16 @@ def explain_ranks(
     ranks: Sequence[RankBytes],
     costs: StepCosts,
     limits: StepLimits,
-    choices: Iterable[BackendChoice],
+    backend: str,
 ) -> dict[str, Any]:
     """Return bytes, exchanges and floors of the ranks of a model as plain data.
 
     Args:
         costs: of the first rank, which has the most columns.
-        choices: backend choices of the model.
+        backend: of their exchanges, "" for a single rank.
     """
-    backends = {choice.backend for choice in choices if choice.op == exchange.name}
     return {
-        "exchange_backend": ", ".join(sorted(backends)) or None,
+        "exchange_backend": backend,
         "bytes": [one.report(rank) for rank, one in enumerate(ranks)],
         "exchanges": [*_by_layer("verify", costs.target), *_by_layer("drafts", costs.draft)],
         "steps": list(_steps(costs, limits)),
@@ -70,14 +67,13 @@ def _by_layer(name: str, costs: PassCosts | None) -> Iterator[dict[str, Any]]:
 
 
 def _steps(costs: StepCosts, limits: StepLimits) -> Iterator[dict[str, Any]]:
-    """Yield the floors of decode steps on H200s, with each backend that was measured there."""
-    rates = {name: EXCHANGE_RATES[name] for name in exchange.backends if name in EXCHANGE_RATES}
+    """Yield the floors of decode steps on H200s, by each backend that was measured there."""
     counts = {rows for rows in ROWS if rows < limits.max_num_seqs} | {limits.max_num_seqs}
     context = min(CONTEXT, limits.max_model_len)
     for rows in sorted(counts):
         step = costs.step(rows, limits.query_len - 1, context)
         device_ms = step.verify.device_ms + step.drafts.device_ms
-        exchange_ms = {name: step.exchanged.ms(rate) for name, rate in rates.items()}
+        exchange_ms = {name: step.exchanged.ms(rate) for name, rate in EXCHANGE_RATES.items()}
         yield {
             "rows": rows,
             "query_len": step.query_len,

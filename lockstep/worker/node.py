@@ -89,9 +89,10 @@ class _Session:
         finally:
             self._closing.set()
             link.shutdown()
+            # At once: torch writes a stack trace where the store of the head ends before a rank.
+            self._ranks.kill()
             if reporting.is_alive():
                 reporting.join()
-            self._ranks.kill()
             self._ranks.close()
             link.close()
 

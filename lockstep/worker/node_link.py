@@ -31,6 +31,8 @@ BEAT = b"B"
 END = b"E"
 """Kind of a frame to a node: the head has ended; text says why if it failed."""
 LOCALHOST = "127.0.0.1"
+LOOPBACK = ("localhost", LOCALHOST)
+"""Values of master_addr for which the head expects nodes of its own host alone."""
 RANK = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 1 << 30
 """Limit of a message to ranks: masks of 1,024 rows with 8 drafts take 300 MB."""
@@ -99,12 +101,12 @@ class Link:
     @property
     def address(self) -> str:
         """Address of this host on the connection."""
-        return str(self._socket.getsockname()[0])
+        return _address(self._socket.getsockname())
 
     @property
     def peer(self) -> str:
         """Address of the other host."""
-        return str(self._socket.getpeername()[0])
+        return _address(self._socket.getpeername())
 
     def limit_receive(self, seconds: float) -> None:
         """Limit the time that receive() waits for the next bytes."""
@@ -138,6 +140,11 @@ class Link:
         self.shutdown()
         self._socket.close()
         self.connection.close()
+
+
+def _address(name: tuple[Any, ...]) -> str:
+    """Return the address of a socket's name, in IPv4's form if it is one."""
+    return str(name[0]).removeprefix("::ffff:")
 
 
 def _timeval(seconds: float) -> bytes:
@@ -213,15 +220,27 @@ class NodeListener:
         self.config = config
         self.port = port
         self.missing = set(range(1, config.nnodes))
-        # Every address: a host's own name may resolve to a loopback address on the host itself.
-        host = LOCALHOST if config.master_addr in ("localhost", LOCALHOST) else ""
         try:
-            self._socket = socket.create_server((host, config.master_port), backlog=config.nnodes)
+            self._socket = self._listen()
         except OSError as error:
             raise ConfigError(
                 f"master_port={config.master_port} cannot be opened: {error.strerror or error}. "
                 "Choose another with --master-port, the same on all nodes."
             ) from None
+
+    def _listen(self) -> socket.socket:
+        """Open the port: on loopback for nodes of this host, else on every address.
+
+        A host's own name may resolve to a loopback address on the host itself.
+        """
+        port = self.config.master_port
+        backlog = self.config.nnodes
+        if self.config.master_addr in LOOPBACK:
+            return socket.create_server((LOCALHOST, port), backlog=backlog)
+        if not socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), backlog=backlog)
+        family = socket.AF_INET6
+        return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=True)
 
     def close(self) -> None:
         """Close the port."""
@@ -256,11 +275,13 @@ class NodeListener:
         """Return the error of nodes that have not joined in time."""
         config = self.config
         missing = ", ".join(map(str, sorted(self.missing)))
+        reach = f"let it reach port {config.master_port} of this host"
+        if config.master_addr in LOOPBACK:
+            reach += f"; master_addr={config.master_addr!r} lets nodes of this host alone join"
         return ConfigError(
             f"node {missing} of {config.nnodes} (nnodes) has not joined within "
             f"{config.distributed_timeout_seconds} s (distributed_timeout_seconds). Start it with "
-            f"the same command line and its --node-rank, and let it reach port "
-            f"{config.master_port} of this host."
+            f"the same command line and its --node-rank, and {reach}."
         )
 
     def _refusal(self, hello: Hello, address: str) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import socket
 import threading
 import traceback
 from collections import deque
@@ -146,6 +147,12 @@ def make_group(
     seconds = config.distributed_timeout_seconds
     if pick_device(config) == "cpu":
         return GlooGroup(store, index, size, seconds, address)
+    # Imported here: Triton is for GPUs.
+    from lockstep.kernels.exchange.peer_memory import PeerGroup, reaches_peers
+
+    by_nccl = config.disable_custom_all_reduce
+    if not by_nccl and reaches_peers(store, index, size, socket.gethostname()):
+        return PeerGroup(store, index, size, seconds)
     return NcclGroup(store, index, size, seconds)
 
 

@@ -1,15 +1,13 @@
 """The other ranks of a model, as the first rank's process sees them: started, watched, ended."""
 
 import contextlib
+import logging
 import pickle
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
@@ -37,6 +35,8 @@ from lockstep.worker.rank_process import (
     make_group,
 )
 from lockstep.worker.startup import MemoryFit
+
+log = logging.getLogger("lockstep.engine")
 
 SILENT_SECONDS = 10.0
 """Seconds without a heartbeat after which a rank or a node counts as hung."""
@@ -151,14 +151,14 @@ class RankWatch:
             for rank, report in reports:
                 last_report[rank] = now
                 self._take(rank, report)
-            for rank, last in last_report.items():
-                if self.serving and now - last > SILENT_SECONDS:
-                    self.fail(rank, f"it has not answered for {now - last:.0f} s")
             for host in self.hosts:
                 limit = SILENT_SECONDS if self.serving else STARTING_SILENT_SECONDS
                 if host.silent_for > limit:
                     why = f"its node has not answered for {host.silent_for:.0f} s"
                     self.fail(host.ranks[0], why)
+            for rank, last in last_report.items():
+                if self.serving and now - last > SILENT_SECONDS:
+                    self.fail(rank, f"it has not answered for {now - last:.0f} s")
 
     def _read(self) -> list[tuple[int, Report]]:
         """Wait for reports, at most WATCH_SECONDS."""
@@ -223,8 +223,7 @@ class PeerRanks:
             local.start(RankSettings(LOCALHOST, store.port, address), config, hooks)
             self._check_identities()
             local.unname()
-            make = partial(make_group, config, store, 0, address)
-            self.group = self._running.group = self._unless_failed(make)
+            self.group = self._running.group = self._join_group(address, store)
         except BaseException as error:
             self._running.end(str(error))
             raise
@@ -237,6 +236,7 @@ class PeerRanks:
         config = self.config
         end = time.monotonic() + config.distributed_timeout_seconds
         with contextlib.closing(NodeListener(config, port)) as listener:
+            log.warning("waiting for %d node(s) at port %d", config.nnodes - 1, config.master_port)
             while listener.missing:
                 progress("waiting for nodes", config.nnodes - len(listener.missing), config.nnodes)
                 node = listener.accept(WATCH_SECONDS)
@@ -254,18 +254,28 @@ class PeerRanks:
         for rank, joined in enumerate(self._expect(Joined), 1):
             check_identity(identity, joined.identity, self._running.name(rank))
 
-    def _unless_failed(self, make: Callable[[], RankGroup]) -> RankGroup:
-        """Return what a function returns that waits for other ranks. Raises RankError if one ends.
+    def _join_group(self, address: str | None, store: Any) -> RankGroup:
+        """Join the group of all ranks. Raises RankError if one ends meanwhile.
 
-        The function goes on in its thread then: it has no way to be ended.
+        The thread that joins goes on then: torch has no way to end it.
         """
-        pool = ThreadPoolExecutor(1, thread_name_prefix="lockstep-join")
-        future = pool.submit(make)
-        pool.shutdown(wait=False)
-        while not future.done() and self._running.failure is None:
-            wait_for_futures([future], WATCH_SECONDS)
+        joined: list[RankGroup | BaseException] = []
+
+        def join() -> None:
+            try:
+                joined.append(make_group(self.config, store, 0, address))
+            except BaseException as error:
+                joined.append(error)
+
+        thread = threading.Thread(target=join, name="lockstep-join", daemon=True)
+        thread.start()
+        while thread.is_alive() and self._running.failure is None:
+            thread.join(WATCH_SECONDS)
         self._running.check()
-        return future.result()
+        (group,) = joined
+        if isinstance(group, BaseException):
+            raise group
+        return group
 
     def _expect(self, kind: type[Report]) -> list[Any]:
         """Wait for a report of this kind from every rank. Raises RankError."""

@@ -25,6 +25,7 @@ from lockstep.layers.exchange import Exchange
 from lockstep.layers.latent_attention import AbsorbedHeads
 from lockstep.layers.linear import Embedding, Gemm, Head
 from lockstep.layers.moe import ExpertWeight
+from lockstep.layers.norm import AddRMSNorm
 from lockstep.layers.rotary import Rotary
 from lockstep.spec import Passes, no_passes
 from lockstep.worker.device_rates import H200, ExchangeRate, Rates
@@ -355,7 +356,10 @@ def _tensor(label: str, module: nn.Module, tensor: Tensor, of_logits: bool) -> W
 
 def _exchanges(root: nn.Module) -> Iterator[ExchangeCost]:
     """Yield the exchanges of a pass over a module."""
+    first_norm = next((m for m in root.modules() if isinstance(m, AddRMSNorm)), None)
     for module in root.modules():
+        if module is first_norm:
+            continue  # there is no delta to gather before the first layer
         for child in module.children():
             if isinstance(child, Exchange):
                 yield ExchangeCost(child.layer, child.token_bytes, isinstance(module, Head))

@@ -305,6 +305,7 @@ class Worker:
         results = Results()
         for step in launched:
             step.timer.wait()
+            self.group.check()
             if not step.shape.prompt:
                 results.decode_ms = step.timer.ms
             for row, numbers in zip(step.rows, step.results.tolist(), strict=True):

@@ -63,6 +63,7 @@ def test_figures_are_relative_to_the_run_without_drafts(target: str) -> None:
     assert drafted.extra_ms == pytest.approx(drafted.ms_per_step - undrafted.ms_per_step)
 
 
+@pytest.mark.slow
 def test_available_and_requested_drafters_are_compared(
     target: str, draft: str, tmp_path: Path
 ) -> None:

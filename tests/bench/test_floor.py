@@ -141,6 +141,7 @@ def test_lookup_drafters_read_nothing(tiny: Path) -> None:
     assert floor.drafts.ms == 0 and floor.ms == floor.verify.ms and floor.query_len == 4
 
 
+@pytest.mark.default_cases("8")
 @pytest.mark.parametrize(("rows", "ms"), [(1, 12.05), (8, 12.99), (64, 20.49)])
 def test_known_floors_of_a_large_model(large: Path, rows: int, ms: float) -> None:
     """Roofline of Qwen3.6-27B in bf16 at context 4,096: 51.25 GB of weights, 151 MB of state."""
@@ -159,6 +160,7 @@ def test_a_state_of_16_bits_is_half_of_the_bytes(large: Path) -> None:
     assert narrow.ms == pytest.approx(18.24, abs=0.01)
 
 
+@pytest.mark.default_cases("8")
 @pytest.mark.parametrize(("rows", "ms"), [(1, 3.66), (8, 4.64), (64, 12.51)])
 def test_known_floors_of_a_dense_model(tmp_path: Path, rows: int, ms: float) -> None:
     """Qwen3-8B reads 15.1 GB of weights per step and has 147 KB of KV per token."""
@@ -167,6 +169,7 @@ def test_known_floors_of_a_dense_model(tmp_path: Path, rows: int, ms: float) -> 
     assert floor.ms == pytest.approx(ms, abs=0.01)
 
 
+@pytest.mark.slow
 def test_known_floors_of_a_mixture(tmp_path: Path) -> None:
     """Qwen3.6-35B-A3B at context 2,048: a token reads a tenth of 34.7 billion parameters."""
     folder = make_model(tmp_path / "mixture", HYBRID_MOE, **MIXTURE_CONFIG)
@@ -197,6 +200,7 @@ def test_expected_number_of_read_experts(tmp_path: Path) -> None:
         assert mixture.flops == 4 * 2 * (3 * expert + other_weights) * rows
 
 
+@pytest.mark.slow
 def test_drafts_and_prompt_of_a_large_model(large: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     model = sketch(large, torch.bfloat16, read(MTP))
@@ -256,6 +260,7 @@ def test_dtype_counts(tiny: Path) -> None:
     assert mlp[1] == 2 * mlp[0] and CONFIG["num_hidden_layers"] == 4
 
 
+@pytest.mark.default_cases("settings1")
 @pytest.mark.parametrize(
     ("settings", "per_weight"), [({"sym": True}, 0.5156), ({"sym": False}, 0.5313)]
 )

@@ -43,6 +43,7 @@ def counting_benchmark(rows: int, row_bytes: int, variants: int = 1) -> tuple[Op
     return OpBenchmark("count", "2", 1, "none", rows, call, cost, variants), calls
 
 
+@pytest.mark.slow
 def test_every_op_is_measured_and_equal_at_other_rows() -> None:
     lines = list(measure_kernels([SMALL], "cpu", torch.float32, (1, 8), (1, 3), repeats=1))
     assert {line.op for line in lines} == set(measured_ops())
@@ -53,6 +54,7 @@ def test_every_op_is_measured_and_equal_at_other_rows() -> None:
     assert sizes == {(1, 1), (8, 1), (1, 3), (8, 3)}
 
 
+@pytest.mark.slow
 def test_bytes_by_hand() -> None:
     by_op = {s.op + s.size.split()[0]: s for s in benchmarks(SMALL, CPU_ENV, 2)}
     assert by_op["lineardown"].cost(4).bytes == 4 * (256 * 512 + 8 * (256 + 512))

@@ -16,5 +16,5 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def small_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(setups.SIZES, "quick", setups.Size(max_tokens=8, alone=8, company=4))
+    monkeypatch.setitem(setups.SIZES, "quick", setups.Size(max_tokens=8, alone=8, companions=4))
     monkeypatch.setattr(cases, "LONG_PROMPT", 300)

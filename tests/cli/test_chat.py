@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lockstep.cli import app
-from lockstep.cli.conversation import CUT, Answer
+from lockstep.cli.conversation import CUT_NOTE, Answer
 from lockstep.errors import ConfigError, RequestError
 from tests.http_server import QuietHandler, http_server
 
@@ -93,7 +93,11 @@ def test_commands_of_the_chat(type_lines: Any, capsys: Any) -> None:
     CHAT.converse(conversation, None)
     assert [len(sent) for sent in conversation.sent] == [1, 1]
     stderr = capsys.readouterr().err
-    assert "/new    start over" in stderr and "'/nwe' is not a command" in stderr and CUT in stderr
+    assert (
+        "/new    start over" in stderr
+        and "'/nwe' is not a command" in stderr
+        and CUT_NOTE in stderr
+    )
 
 
 def test_refused_message_is_removed(type_lines: Any, capsys: Any) -> None:

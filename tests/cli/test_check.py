@@ -60,6 +60,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["--load-format", "dummy", str(folder)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "signals", [pytest.param([signal.SIGINT], marks=pytest.mark.slow), [signal.SIGTERM] * 2]
 )

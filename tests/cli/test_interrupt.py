@@ -36,6 +36,7 @@ assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 """
 
 
+@pytest.mark.default_cases("15")
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_compiler_does_not_replace_signal_handlers(sent: signal.Signals) -> None:
     """LLVM replaces signal handlers at a process's first pass; they must be restored."""

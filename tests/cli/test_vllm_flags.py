@@ -233,9 +233,9 @@ def test_default_values_are_silent(words: tuple[str, ...]) -> None:
         (("-cc.pass_config.fuse_norm_quant=true",), "--compilation-config.pass_config has no"),
         (("--limit-mm-per-prompt", '{"image": 0}'), "--limit-mm-per-prompt has no effect"),
         (("--limit-mm-per-prompt.image", "0"), "--limit-mm-per-prompt.image has no effect"),
-        (("--structured-outputs-config.backend", "xgrammar"), "llguidance holds all answers"),
+        (("--structured-outputs-config.backend", "xgrammar"), "llguidance constrains all"),
         (("--structured-outputs-config", '{"backend": "auto"}'), "-config.backend has no effect"),
-        (("--disable-access-log-for-endpoints", "/health"), "unless --uvicorn-log-level is info"),
+        (("--disable-access-log-for-endpoints", "/health"), "only if --uvicorn-log-level is info"),
         (("--h11-max-header-count", "256"), "--h11-max-header-count has no effect"),
         (("--trust-remote-code",), "no code of a checkpoint is run"),
         (("--no-enable-flashinfer-autotune",), "--enable-flashinfer-autotune has no effect"),
@@ -255,7 +255,7 @@ def test_ignored_flags_are_noted_in_one_line(words: tuple[str, ...], message: st
         (("--runner", "pooling"), ("--runner='pooling'", "auto, generate", "leave it out")),
         (
             ("--structured-outputs-config", '{"enable_in_reasoning": true}'),
-            ("--structured-outputs-config.enable_in_reasoning=True", "reasoning is free"),
+            ("--structured-outputs-config.enable_in_reasoning=True", "never the reasoning"),
         ),
         (
             ("--structured-outputs-config.disable_any_whitespace", "true"),

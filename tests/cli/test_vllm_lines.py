@@ -290,6 +290,20 @@ def ask_next_server(server: subprocess.Popen[str], body: dict[str, Any]) -> dict
     return {"models": models, "answer": answer}
 
 
+def ask_servers(lines: list[list[str]], body: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """Run command lines in turn; return what each server answers, and the error output."""
+    command = [sys.executable, "-c", RUN_COMMANDS, json.dumps(lines)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) as server:
+        assert server.stderr is not None
+        try:
+            answers = [ask_next_server(server, body) for _ in lines]
+            assert server.wait(timeout=30) == 0
+            return answers, server.stderr.read()
+        finally:
+            server.kill()
+
+
 def quantized_folder(folder: Path) -> Path:
     """Return the bundled model with one quantized module, and positions for 125,000 tokens."""
 
@@ -303,12 +317,12 @@ def quantized_folder(folder: Path) -> Path:
     return pair.quantized
 
 
-def test_three_command_lines_serve(tmp_path: Path) -> None:
-    """The servers have an engine process, a quantized checkpoint, and an eager engine."""
+@pytest.mark.slow
+def test_command_lines_of_two_servers(tmp_path: Path) -> None:
+    """The servers have an engine process, and a quantized checkpoint."""
     model = str(BUNDLED)
     rows = ("--max-num-seqs", "2")
     short = (*rows, "--max-model-len", "512")
-    names = ("--served-model-name", "a", "b")
     first = [*words(FIRST.replace("8000", "0"), model), *short]
     quantized = [
         *words(QUANTIZED, str(quantized_folder(tmp_path))),
@@ -317,19 +331,7 @@ def test_three_command_lines_serve(tmp_path: Path) -> None:
         "--port",
         "0",
     ]
-    eager = [*words(EAGER, model), *short, ONE_PROCESS, *names, "--port", "0"]
-    command = [sys.executable, "-c", RUN_COMMANDS, json.dumps([first, quantized, eager])]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) as server:
-        assert server.stderr is not None
-        try:
-            of_first = ask_next_server(server, BODY)
-            of_packed = ask_next_server(server, BODY)
-            of_eager = ask_next_server(server, {**BODY, "model": "b"})
-            assert server.wait(timeout=30) == 0
-            notes = server.stderr.read()
-        finally:
-            server.kill()
+    (of_first, of_packed), notes = ask_servers([first, quantized], BODY)
     assert of_first["answer"]["usage"]["completion_tokens"] == 8
     assert of_first["models"][0]["id"] == of_first["answer"]["model"] == model
     assert of_first["models"][0]["default_sampling_params"] == {"temperature": 0.0}
@@ -337,6 +339,13 @@ def test_three_command_lines_serve(tmp_path: Path) -> None:
     assert of_packed["answer"]["usage"]["completion_tokens"] == 8
     assert of_packed["models"][0]["max_model_len"] == 125_000
     assert "weights-float16+auto-round" in notes and "kv-turboquant_3bit_nc" in notes
+
+
+def test_command_line_of_an_eager_server() -> None:
+    rows = ("--max-num-seqs", "2", "--max-model-len", "512")
+    names = ("--served-model-name", "a", "b")
+    eager = [*words(EAGER, str(BUNDLED)), *rows, ONE_PROCESS, *names, "--port", "0"]
+    (of_eager,), notes = ask_servers([eager], {**BODY, "model": "b"})
     assert [model_card["id"] for model_card in of_eager["models"]] == ["a", "b"]
     assert of_eager["answer"]["model"] == "a"
     assert len(of_eager["answer"]["choices"][0]["text"]) > 0

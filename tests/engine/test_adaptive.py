@@ -58,6 +58,7 @@ def cycle_counts(llm: LLM) -> list[int]:
     return used
 
 
+@pytest.mark.default_cases("two in flight, small chunks")
 @pytest.mark.parametrize(
     ("phase", "drafter"),
     [
@@ -85,6 +86,7 @@ def test_every_transition_of_draft_counts(expected: list[Any], drafter: str, pha
         assert llm.engine.scheduler.preemptions > 5
 
 
+@pytest.mark.slow
 def test_step_clears_drafts_beyond_its_count() -> None:
     """After a step of k drafts at most k remain: none of an earlier, longer step is verified
     again."""

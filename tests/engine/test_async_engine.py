@@ -132,6 +132,7 @@ def test_concurrent_streams_get_their_own_tokens_incrementally(client: AsyncEngi
         assert updates[-1].metrics.num_steps >= len(updates) - 1
 
 
+@pytest.mark.default_cases("threaded")
 def test_reset_prefix_cache_keeps_running_requests(client: AsyncEngine) -> None:
     prompt = [i * 7 % 90 for i in range(400)]
     expected = answer_alone(client, make_request("r alone", 80, prompt))

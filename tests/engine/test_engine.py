@@ -62,6 +62,7 @@ def generate_all_kinds(llm: LLM) -> dict[str, RequestOutput]:
     return dict(zip(PARAMETER_SETS, llm.generate(prompts, params), strict=True))
 
 
+@pytest.mark.default_cases("ngram")
 @pytest.mark.parametrize("drafter", ["mtp", "ngram"])
 def test_drafts_change_no_answer_and_are_counted(
     engines: dict[str, LLM], expected_outputs: dict[str, RequestOutput], drafter: str
@@ -237,6 +238,7 @@ def expected(tiny: dict[str, Any]) -> dict[str, list[Any]]:
     return {request.id: answer_bits(request) for request in requests}
 
 
+@pytest.mark.default_cases("mtp")
 @pytest.mark.parametrize("drafter", some_slow([None, "ngram", "mtp"], (None, "mtp")))
 def test_random_arrivals_and_aborts_change_no_answer(
     tiny: dict[str, Any], expected: dict[str, list[Any]], drafter: str | None

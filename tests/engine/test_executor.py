@@ -122,6 +122,7 @@ def answers(executor: InProcessExecutor) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 def test_pickled_schedules_give_the_same_answers(config: EngineConfig) -> None:
     executor = PickledExecutor(config)
     expected = answers(InProcessExecutor(config, lambda what, done, of: None, NO_HOOKS))

@@ -85,6 +85,7 @@ def run_conversations(llm: LLM, at_once: int = 1) -> list[Any]:
     return results
 
 
+@pytest.mark.default_cases("hybrid, bf16 state, mtp")
 @pytest.mark.parametrize(
     "case",
     [case if case in FAST_CASES else pytest.param(case, marks=pytest.mark.slow) for case in CASES],
@@ -149,6 +150,7 @@ def min_host_bytes(llm: LLM) -> int:
     return plan.page_bytes * (1 + plan.slot_host_pages)
 
 
+@pytest.mark.default_cases("hybrid")
 @pytest.mark.parametrize("model", ["dense", "hybrid"])
 def test_minimum_host_memory(folders: dict[str, Path], model: str) -> None:
     plain = run_conversations(engine_of(folders, model))

@@ -60,6 +60,7 @@ def answer_bits(output: RequestOutput) -> list[Any]:
     return [one.token_ids, one.finish_reason, bits(one.logprobs), bits(output.prompt_logprobs)]
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("drafter", [None, "ngram"])
 def test_nan_row_ends_alone(folder: Path, drafter: str | None) -> None:
     llm = make_tiny_llm(folder, drafter)
@@ -85,6 +86,7 @@ def test_nan_row_ends_alone(folder: Path, drafter: str | None) -> None:
     assert_idle(llm)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("drafter", [None, "ngram"])
 def test_tokens_before_nan_are_kept(folder: Path, drafter: str | None) -> None:
     """A token that the model emits is poisoned, so that the next step has no token."""
@@ -104,6 +106,7 @@ def test_tokens_before_nan_are_kept(folder: Path, drafter: str | None) -> None:
     assert_idle(llm)
 
 
+@pytest.mark.slow
 def test_nan_row_ends_alone_with_mtp(tmp_path: Path) -> None:
     test_nan_row_ends_alone(make_model(tmp_path, tie_word_embeddings=False), "mtp")
 

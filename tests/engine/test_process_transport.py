@@ -177,6 +177,7 @@ def test_gpu_engine_keeps_priority() -> None:
     assert os.getpriority(os.PRIO_PROCESS, 0) == mine
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="signals are read from /proc")
 def test_compilation_keeps_signals_ignored(settings: dict[str, Any]) -> None:
     """LLVM installs handlers with its first pass, for one signal each; a second signal would end
@@ -210,6 +211,7 @@ def test_too_many_restarts_end_the_client(settings: dict[str, Any]) -> None:
     client.shutdown()
 
 
+@pytest.mark.default_cases("make0")
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
@@ -421,6 +423,7 @@ def test_requests_survive_pickling() -> None:
     assert second.id == "b"
 
 
+@pytest.mark.slow
 def test_counters_continue_after_restart() -> None:
     lost = Stats(num_running=2, steps_total=5, accepted_at=(3, 1), ttft_seconds=[0.5])
     lost = replace(lost, pages=60, host_pages=7, fetched_total=1)

@@ -105,6 +105,7 @@ def random_draft_length(counts: tuple[int, ...]) -> RandomDraftLength:
     return RandomDraftLength(counts, random.Random(1))
 
 
+@pytest.mark.default_cases("mtp-hooks3-settings3")
 @pytest.mark.parametrize(
     ("drafter", "hooks", "settings"),
     [
@@ -130,6 +131,7 @@ def llm() -> LLM:
     return make_engine("mtp")
 
 
+@pytest.mark.default_cases("regex", "gbnf", "choice")
 @pytest.mark.parametrize("name", ["json", "regex", "choice", "gbnf"])
 @pytest.mark.parametrize("temperature", some_slow([0.0, 1.0], (1.0,)))
 def test_finished_answers_follow_their_structure(llm: LLM, name: str, temperature: float) -> None:

@@ -25,8 +25,10 @@ CPU = ("reference", "cpu")
 INTERPRETED = "triton"
 GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NULL_LINES = {"gated_delta_chunk": ("state",), "mamba2_chunk": ("state",)}
-"""Op -> arguments whose line 0 may hold anything after a call: the padded rows of a step all write
-their state to the null slot, which is never read."""
+"""Op -> arguments whose line 0 has undefined contents after a call.
+
+The padded rows of a step all write their state to the null slot, which nothing reads.
+"""
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,7 @@ class Backend:
         return op.backends[name].run(**self.place(arguments))
 
     def place(self, value: Any) -> Any:
-        """Return the arguments on this backend's device, without a copy of what is there
-        already."""
+        """Return the arguments on this backend's device; tensors there are not copied."""
         if isinstance(value, Tensor):
             return value.to(self.device)
         if isinstance(value, dict):
@@ -154,8 +155,7 @@ def read_only(op: Op, arguments: dict[str, Any]) -> dict[str, list[Tensor]]:
 
 
 def left(op: Op, result: Any, arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the outputs of a call by name: its results, then what it wrote in place, without the
-    lines of NULL_LINES."""
+    """Return the outputs of a call by name: results, then in-place arguments without NULL_LINES."""
     results = {f"result {i}": x for i, x in enumerate(tensors_of(result))}
     for name in op.writes:
         first = 1 if name in NULL_LINES.get(op.name, ()) else 0

@@ -130,10 +130,10 @@ def assert_rows_alone(op, backend, how):
                 assert all(map(torch.equal, written, wholly)), name
 
 
+@pytest.mark.parametrize("how", ["spread", pytest.param("cancel", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("op", "backend"), EXACT_BACKENDS)
-def test_rows_are_independent(op, backend):
-    for how in ("spread",) if backend.interpreted else ("spread", "cancel"):
-        assert_rows_alone(op, backend, how)
+def test_rows_are_independent(op, backend, how):
+    assert_rows_alone(op, backend, how)
 
 
 @pytest.mark.gpu
@@ -188,6 +188,7 @@ def test_leak_between_rows_is_detected(monkeypatch):
             assert_rows_alone(op, backend, "spread")
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize(("op", "backend"), EXACT_BACKENDS)
 def test_surrounding_memory_and_slot_order_do_not_matter(op, backend):
     for name, plain in cases(op, backend):

@@ -64,6 +64,7 @@ FORMATS = pytest.mark.parametrize("format", KERNEL_FORMATS.values(), ids=list(KE
 DEFAULT_FORMATS = ("int8_per_token_head", "turboquant_3bit_nc")
 
 
+@pytest.mark.default_cases("int8_per_token_head")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
     "format",

@@ -49,6 +49,7 @@ def test_recurrent_and_attention_ops_have_cpu_backends() -> None:
     assert {op.name for op in OPS} >= {"paged_attention", "gated_delta_step", "gated_delta_chunk"}
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_cpu_backend_equals_reference(op: Op, dtype: torch.dtype) -> None:
@@ -82,6 +83,7 @@ def test_attention_with_more_heads_than_tile_rows() -> None:
         )
 
 
+@pytest.mark.covering(strength=2)
 @pytest.mark.parametrize("flush", [1, 5, 20])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=str)

@@ -161,6 +161,7 @@ def run_steps(backend, dims, data, plan):
     raise AssertionError("the plan is too short")
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("flush", [1, 8])
 @pytest.mark.parametrize("kept", STATES, ids=str)

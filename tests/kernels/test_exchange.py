@@ -7,14 +7,19 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.backends import load, load_cases
-from lockstep.kernels.exchange import ALONE, exchange
+from lockstep.kernels.exchange import ALONE, exchange, exchange_add_rms_norm
 from lockstep.kernels.exchange.cases import needed_columns
 from lockstep.kernels.exchange.group import DryGroup
+from lockstep.kernels.norm import add_rms_norm
 from tests.thread_ranks import ThreadGroup, run_ranks
 
 load()
 BACKENDS = ("reference", "cpu")
 INTEGERS = {2: torch.int16, 4: torch.int32}
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -25,8 +30,18 @@ def test_columns_are_in_the_order_of_the_ranks(backend: str, dtype: torch.dtype)
         found = exchange.backends[backend].run(**arguments)
         assert found.dtype == dtype and found.shape == expected.shape, name
         read = needed_columns(arguments.get("needed"), arguments["widths"], len(expected))
-        integer = INTEGERS[dtype.itemsize]  # NaN is equal to NaN
+        integer = INTEGERS[dtype.itemsize]
         assert torch.equal(found.view(integer)[read], expected.view(integer)[read]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_norm_adds_the_columns_of_all_ranks(backend: str, dtype: torch.dtype) -> None:
+    for name, arguments in load_cases(exchange_add_rms_norm)(dtype):
+        delta = torch.cat(arguments["group"].parts, dim=1)
+        expected = add_rms_norm(arguments["x"], delta, arguments["weight"], 1e-6, 1.0)
+        found = exchange_add_rms_norm.backends[backend].run(**arguments)
+        assert all(map(torch.equal, map(bits, found), map(bits, expected))), name
 
 
 @pytest.mark.parametrize("widths", [(16, 16), (24, 16, 16), (8, 8, 8, 8)], ids=str)
@@ -50,6 +65,8 @@ def test_a_dry_group_knows_shapes() -> None:
     assert found.shape == (3, 56)
 
 
-def test_the_device_decides_the_library() -> None:
-    assert exchange.choose(device="cpu", ranks=2) == "cpu"
-    assert exchange.choose(device="cuda", ranks=2) == "nccl"
+@pytest.mark.parametrize("op", [exchange, exchange_add_rms_norm])
+def test_the_device_decides_the_library(op: Any) -> None:
+    assert op.choose(device="cpu", ranks=2, peer_access=False) == "cpu"
+    assert op.choose(device="cuda", ranks=2, peer_access=False) == "nccl"
+    assert op.choose(device="cuda", ranks=2, peer_access=True) == "push"

@@ -292,6 +292,7 @@ def quantized_arguments(
 LAYOUTS = [name for name, _ in layouts(8, 128)]
 
 
+@pytest.mark.default_cases("int4", "int4 desc_act", "fp8 by blocks", "nvfp4", "Q4_K", "MXFP4")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_quantized_experts_equal_dequantized(name):
     """By definition, for rows of one expert at a time; down is quantized in another layout."""
@@ -335,6 +336,7 @@ def quantized_params() -> list[Any]:
     return results
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize(("name", "backend"), quantized_params())
 def test_quantized_experts_in_both_forms(backend, name):
     """Dequantized in registers, or before the products: the bits of the dequantized weights.

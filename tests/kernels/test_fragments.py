@@ -41,6 +41,7 @@ def quantized_tile(
     return Shared(words.transpose(0, 1)), Shared(scale_words), expected
 
 
+@pytest.mark.covering(strength=2)
 @pytest.mark.parametrize("kv", range(HEADS))
 @pytest.mark.parametrize("dim", [128, 256])
 @pytest.mark.parametrize("case", CASES)

@@ -131,6 +131,7 @@ def test_fixed_scale_divides_then_multiplies() -> None:
     assert torch.equal(scaled, round_trip(Fp8("e4m3"), x * 4) / 4)
 
 
+@pytest.mark.covering(strength=2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("format", "layer"), supported_params(SIZES, 2))
 def test_attention_over_quantized_equals_dequantized(
@@ -143,6 +144,7 @@ def test_attention_over_quantized_equals_dequantized(
     assert same_bits(actual, backend.run(paged_attention, dequantized))
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("format", ROTATE.values(), ids=list(ROTATE))
 @pytest.mark.parametrize("batch", [((254, 3),)], ids=str)
@@ -158,6 +160,7 @@ def test_values_of_two_blocks(backend: Any, batch: Any, format: Any) -> None:
         assert same_bits(actual, backend.run(paged_attention, dequantized))
 
 
+@pytest.mark.covering(strength=2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("absent", "format", "layer"), WRITE_CASES)
 def test_written_cache_equals_quantized_reference(
@@ -205,6 +208,7 @@ def test_rotation_without_quantization_preserves_attention(backend: Any, dim: in
     torch.testing.assert_close(actual[1], actual[0], rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.covering(strength=1)
 @FORMATS
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_hard_numbers_are_written_as_reference(backend: Any, format: Any) -> None:

@@ -149,6 +149,7 @@ def sizes_on(backend: Backend) -> tuple[tuple[int, ...], ...]:
     return sizes[2:] if backend.name == "hopper" else sizes
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @QUANTIZERS
 def test_attention_over_quantized_equals_dequantized(
@@ -180,6 +181,7 @@ def test_quantized_equals_dequantized_in_every_partition(name: str, rows: Any) -
         assert same_bits(actual, hopper.run(latent_attention, packed))
 
 
+@pytest.mark.default_cases("bfloat16", "fp8_e4m3", "turboquant_3bit_nc")
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 @pytest.mark.parametrize(
     "quantizer", [None, *LATENT_QUANTIZERS.values()], ids=["auto", *LATENT_QUANTIZERS]

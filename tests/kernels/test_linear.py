@@ -134,7 +134,7 @@ def test_token_buckets_and_default_tiles():
             tiles = candidates(tokens, 999, 4096, dtype, split_k=4)
             assert len(set(tiles)) == len(tiles) <= 26
             assert tiles[0].ctas_k == 1 or dtype == torch.float32
-            assert lookup(tokens, 999, 4096, dtype, "sm90") == tiles[0]
+            assert lookup(tokens, 999, 4096, dtype, "sm90", 4) in tiles
             assert lookup(tokens, 999, 4096, dtype, "sm80").tma is False
             assert candidates(tokens, 999, 40, dtype)
             assert candidates(tokens, 64, 40, dtype)
@@ -146,6 +146,13 @@ def test_default_tiles_for_few_outputs_are_small():
         tile = lookup(tokens, 128, 2048, torch.bfloat16, "sm90")
         assert tile.m * tile.n <= 2048 and tile.k == 256
         assert lookup(tokens, 999, 2048, torch.bfloat16, "sm90").m >= min(tokens, 64)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 32, 64, 256])
+def test_default_tiles_of_few_outputs_share_k_among_ctas(tokens):
+    """A rank's 2,560 columns make too few tiles for a GPU, unless CTAs share K."""
+    assert lookup(tokens, 2560, 17408, torch.bfloat16, "sm90", 2).ctas_k == 2
+    assert lookup(tokens, 7168, 5120, torch.bfloat16, "sm90", 1).ctas_k == 1
 
 
 def test_tuning_table_round_trip(tmp_path):
@@ -179,6 +186,7 @@ def tiles_of(backend, n: int, k: int, count: int) -> list[Tile]:
     return TILES if backend.dtype == torch.bfloat16 else TILES[::4]
 
 
+@pytest.mark.default_cases("2")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("backend", TRITON)
 @pytest.mark.parametrize("count", [1, 2, 4])

@@ -32,6 +32,7 @@ def gemv_tile(m: int, high: int, warps: int, stages: int, split_k: int = 1) -> Q
     return QuantizedTile(m, 16 * high * warps, 128, warps, stages, split_k, gemv=True)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("assembly", [True, False])
 @pytest.mark.parametrize("name", NAMES)

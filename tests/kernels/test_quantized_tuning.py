@@ -46,10 +46,14 @@ TILE_BY_SHAPE = {
     if tile != DEQUANTIZE_FIRST
 }
 """One tile of each kernel and size; warps, stages and registers only concern the compiler."""
+CUTS = [
+    cut if index % 4 == 0 else pytest.param(cut, marks=pytest.mark.slow)
+    for index, cut in enumerate(sorted(TILE_BY_SHAPE))
+]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("cut", sorted(TILE_BY_SHAPE))
+@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("backend", TRITON)
 def test_quantized_tiles_change_no_bit(
     cut: tuple[bool, bool, bool, int, int, int, int], backend: Backend

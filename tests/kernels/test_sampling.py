@@ -64,6 +64,7 @@ def filter_arguments(
     )
 
 
+@pytest.mark.default_cases("300-1.2", "20000-0.3")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("vocab", "slope"), [(300, 1.2), (20000, 0.3), (20000, 3.0)])
 def test_filters_equal_reference(backend, vocab, slope):

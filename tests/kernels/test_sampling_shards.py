@@ -11,6 +11,7 @@ from torch import Tensor
 from lockstep.kernels.exchange import exchange
 from lockstep.kernels.sampling import ALLOWED, FILTERS, NOISE, LogitShard, sample
 from lockstep.kernels.sampling.cases import among, batch, faulty
+from lockstep.kernels.sampling.shard import HEADER_WORDS
 from tests.kernels.backends import Backend, backends, same_bits
 from tests.kernels.test_sampling import filter_arguments
 from tests.thread_ranks import ThreadGroup, run_ranks
@@ -131,7 +132,7 @@ def test_rows_without_filters_send_their_best_only(backend: Backend) -> None:
     seen = check(backend, arguments, TWO)
     if backend.name == "triton":
         records, rows = seen
-        assert set(records.tolist()) == {8} and not rows.any()
+        assert set(records.tolist()) == {2 * HEADER_WORDS} and not rows.any()
 
 
 @pytest.mark.parametrize("backend", SLOW_BACKENDS)

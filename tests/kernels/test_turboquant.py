@@ -122,6 +122,7 @@ def test_centroids_and_thresholds_are_exact(bits):
     assert torch.equal(steps.float().double(), (points[1:] + points[:-1]) / 2)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_distortion_equals_paper(quantizer, dim):

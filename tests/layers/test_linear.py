@@ -12,7 +12,7 @@ from lockstep.kernels.formats.weights import Fp4Weight, quantize_int
 from lockstep.kernels.linear import linear
 from lockstep.kernels.linear.probe import Probed
 from lockstep.layers.build_context import BuildContext
-from lockstep.layers.linear import Gemm, Head, Linear, ResidualLinear, probe
+from lockstep.layers.linear import Gemm, Head, Linear, PartialLinear, probe
 from lockstep.quantization import WeightSink, fp8
 from tests.layers.rounding import Rounding
 
@@ -52,7 +52,7 @@ def test_probe_is_once_per_shape_and_reported(
 ) -> None:
     build = BuildContext("cpu", torch.bfloat16, 1, 1)
     model = nn.ModuleList()
-    for layer in (Linear, Linear, ResidualLinear):
+    for layer in (Linear, Linear, PartialLinear):
         model.append(layer(build, 8, {"w": 16 if layer is Linear else 24}))
         pretend_gpu(build, model[-1])
     model.append(Head(build, 40, 8))
@@ -98,7 +98,7 @@ def test_part_of_a_fused_weight_is_its_rows() -> None:
     torch.testing.assert_close(actual, full[:, 16:])
 
 
-@pytest.mark.parametrize("kind", [Linear, ResidualLinear])
+@pytest.mark.parametrize("kind", [Linear, PartialLinear])
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "draft"])
 def test_bias_is_added_to_the_rounded_product(kind: type[Linear], exact: bool) -> None:
     """Both are rounded to the dtype; a row's bits are independent of others."""
@@ -133,7 +133,7 @@ def test_names_of_fused_weights() -> None:
     plain = Linear(BuildContext("cpu", torch.float32, 1, 1), 8, {"a": 16, "b": 4})
     assert list(plain.weights()) == ["a.weight", "b.weight"]
     assert (
-        ResidualLinear(BuildContext("cpu", torch.float32, 1, 1), 8, {"w": 16})
+        PartialLinear(BuildContext("cpu", torch.float32, 1, 1), 8, {"w": 16})
         .gemms[0]
         .allow_partials
     )

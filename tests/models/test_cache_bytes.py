@@ -102,6 +102,7 @@ def test_table_lists_all_models() -> None:
     assert set(documented_bytes()) == set(MODELS)
 
 
+@pytest.mark.default_cases("Qwen3-8B", "Nemotron 3 Nano 30B-A3B")
 @pytest.mark.parametrize("name", some_slow(MODELS, DEFAULT_MODELS))
 def test_cache_bytes_per_token_and_row(name: str) -> None:
     raw = {**MODELS[name], "layer_types": None}

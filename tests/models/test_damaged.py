@@ -212,6 +212,7 @@ def test_absurd_settings_are_refused_before_building(settings: dict[str, Any]) -
     assert len(str(caught.value)) < 500
 
 
+@pytest.mark.default_cases("pages", "snapshots")
 @pytest.mark.parametrize(
     ("settings", "received"),
     [

@@ -122,6 +122,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return request.param, folder, oracle
 
 
+@pytest.mark.default_cases("deepseek_v3")
 def test_equals_transformers_with_chunks_and_every_drafter(pair) -> None:
     (name, folder, oracle) = pair
     plain = make_llm(folder)
@@ -137,6 +138,7 @@ def test_equals_transformers_with_chunks_and_every_drafter(pair) -> None:
         assert all(bits(generate_greedy(other, ids, 24)) == bits(expected) for other in rest)
 
 
+@pytest.mark.slow
 def test_adaptive_drafts_change_no_bit(pair) -> None:
     """The adaptive drafter stores latents in steps without drafts."""
     (name, folder, _) = pair
@@ -190,6 +192,7 @@ def test_mtp_setting_without_tensors_gives_no_drafter(tmp_path: Path) -> None:
     assert own_drafter(Checkpoint.read(tmp_path)) is None
 
 
+@pytest.mark.default_cases("kimi_k2")
 def test_kimi_k25_text_model(pair, tmp_path: Path) -> None:
     """With its tensor names, and with unused tensors of older files and of the vision tower."""
     (_, folder, _) = pair
@@ -225,6 +228,7 @@ def is_unquantized(name: str, tensor: Tensor) -> bool:
     return tensor.dim() != 2 or module.endswith(ends)
 
 
+@pytest.mark.slow
 def test_fp8_blocks_equal_dequantized_model(tmp_path: Path) -> None:
     """Blocks that heads split, a partial last block, and kv_b_proj, which is dequantized and split
     into heads."""
@@ -287,9 +291,13 @@ def num_parameters(base: Base) -> tuple[int, int]:
     return results[0], results[1]
 
 
-def test_parameter_counts_of_published_models() -> None:
-    """671 B and 1.03 T; the module without its copies of embedding and head."""
+def test_parameter_counts_of_a_published_model() -> None:
+    """671 B; the module without its copies of embedding and head."""
     assert num_parameters(REAL) == (671_026_404_352, 11_610_067_968)
+
+
+@pytest.mark.slow
+def test_parameter_count_of_kimi_k2() -> None:
     assert num_parameters(KIMI_K2)[0] == 1_026_408_209_408
 
 
@@ -346,6 +354,7 @@ def test_top_k_beyond_selected_groups_is_refused() -> None:
         Config.read({**DEEPSEEK, "vocab_size": VOCAB, "num_experts_per_tok": 5})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pair", ["deepseek_v3", pytest.param("kimi_k2", marks=pytest.mark.slow)], indirect=True
 )

@@ -36,6 +36,7 @@ def dummy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return make_model(tmp_path_factory.mktemp("dummy") / "model", FAMILIES[request.param])
 
 
+@pytest.mark.default_cases("llama, biases")
 def test_drafts_and_unaligned_chunks_change_no_bit(dummy: Path) -> None:
     prompt = [*range(5, 155), *range(5, 155)]
     plain = answer(dummy, prompt, 44)
@@ -46,6 +47,7 @@ def test_drafts_and_unaligned_chunks_change_no_bit(dummy: Path) -> None:
     assert metrics is not None and metrics.num_accepted_tokens > 0
 
 
+@pytest.mark.default_cases("qwen3_moe")
 def test_batch_mates_change_no_bit(dummy: Path) -> None:
     """Each of several concurrent requests, two with a common prefix, equals its run alone."""
     prompts = [list(range(5, 100)), list(range(5, 80)), list(range(40, 43)), [7]]
@@ -56,6 +58,7 @@ def test_batch_mates_change_no_bit(dummy: Path) -> None:
     assert [bits(output) for output in actual] == expected
 
 
+@pytest.mark.default_cases("llama, biases")
 @pytest.mark.parametrize("drafting", [None, NGRAM], ids=["plain", "ngram"])
 def test_second_turn_hits_generated_prefix(dummy: Path, drafting: object) -> None:
     llm = make_llm(dummy, load_format="dummy", speculative_config=drafting)

@@ -55,6 +55,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.mark.default_cases("llama, biases, tied", "qwen2", "qwen35moe")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gguf_equals_transformers(family: str, tmp_path: Path) -> None:
     (classes, base, centre) = FAMILIES[family]
@@ -142,6 +143,7 @@ def test_quantized_file_equals_dequantized_safetensors(wide: Path, tmp_path: Pat
     assert bits(both[0]) == bits(both[1])
 
 
+@pytest.mark.default_cases("qwen35")
 @pytest.mark.parametrize("family", ["qwen35", "qwen35moe"])
 def test_gguf_draft_module_changes_no_bit(family: str, tmp_path: Path) -> None:
     (classes, base, centre) = FAMILIES[family]

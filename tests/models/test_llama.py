@@ -50,6 +50,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return random_pair(folder, "Llama", mine, rope_parameters=rope, **biases)
 
 
+@pytest.mark.default_cases("dynamic", "yarn", "longrope")
 def test_equals_transformers(pair) -> None:
     for ids in prompts(3, 200):
         assert logits_error(*pair, ids) < RELATIVE

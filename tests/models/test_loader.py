@@ -28,16 +28,17 @@ CONFIGS = {
 Tensors = dict[str, Tensor]
 
 
-def build(raw: dict[str, Any], drafting: bool = False) -> tuple[Any, Any]:
-    result = BuildContext("cpu", torch.float32, 1, 64)
-    model: Any = build_model(raw, result)
-    return model, architecture(raw["model_type"]).Draft(model, result) if drafting else None
+def build(raw: dict[str, Any], drafting: bool = False) -> tuple[Any, Any, BuildContext]:
+    context = BuildContext("cpu", torch.float32, 1, 64)
+    model: Any = build_model(raw, context)
+    draft = architecture(raw["model_type"]).Draft(model, context) if drafting else None
+    return model, draft, context
 
 
 def checkpoint(raw: dict[str, Any], drafting: bool = False) -> Tensors:
     """Return names and values as in a file."""
-    model, draft = build(raw, drafting)
-    fill_dummy(model, draft, seed=3)
+    model, draft, context = build(raw, drafting)
+    fill_dummy(model, draft, 3, context)
     table = {n if n == "lm_head.weight" else f"model.{n}": t for n, t in model.weights().items()}
     table |= {f"mtp.{n}": t for n, t in draft.weights().items()} if draft else {}
     return {name: tensor.detach().contiguous().clone() for name, tensor in table.items()}
@@ -47,7 +48,7 @@ def load(folder: Path, raw: dict[str, Any], *files: Tensors, drafting: bool = Fa
     """Write the files and load them into a fresh model whose weights are NaN before."""
     for index, tensors in enumerate(files):
         save_file(tensors, folder / f"model-{index}.safetensors")
-    model, draft = build(raw, drafting)
+    model, draft, _ = build(raw, drafting)
     for module in (model, draft):
         for parameter in module.parameters() if module else ():
             parameter.data.fill_(torch.nan)
@@ -178,8 +179,8 @@ def test_missing_and_broken_weight_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_dummy_norms_are_near_identity(kind: str) -> None:
-    model, _ = build(CONFIGS[kind])
-    fill_dummy(model, None, seed=0)
+    model, _, context = build(CONFIGS[kind])
+    fill_dummy(model, None, 0, context)
     norms = [m for m in model.modules() if hasattr(m, "offset")]
     heads = {"Norm"} if kind in ("qwen3", "qwen3_moe", "hybrid", "hybrid moe") else set()
     assert {type(m).__name__ for m in norms} >= {"AddRMSNorm"} | heads
@@ -188,8 +189,8 @@ def test_dummy_norms_are_near_identity(kind: str) -> None:
 
 
 def test_dummy_experts_scale_with_their_inputs() -> None:
-    model, _ = build(CONFIGS["hybrid moe"])
-    fill_dummy(model, None, seed=0)
+    model, _, context = build(CONFIGS["hybrid moe"])
+    fill_dummy(model, None, 0, context)
     moe = model.blocks[0].mlp
     for weight, inputs in ((moe.up, 48), (moe.down, 22)):
         assert weight.stored.shape[-1] == inputs

@@ -163,6 +163,7 @@ def drafts_of(target: Target, tokens: list[int], count: int) -> list[int]:
     return results
 
 
+@pytest.mark.default_cases("Qwen3.5")
 @torch.no_grad()
 def test_drafts_equal_transformers_layer(target: Target) -> None:
     """At every step and in both rows, with chunked prompts, a varying number of drafts (sometimes

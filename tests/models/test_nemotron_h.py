@@ -85,6 +85,7 @@ def engine(folder: Path, drafter: object = None, **settings: Any) -> LLM:
     return make_llm(folder, speculative_config=drafter, max_num_seqs=2, **settings)
 
 
+@pytest.mark.default_cases("super")
 def test_logits_equal_transformers_with_and_without_chunks(pair: Any) -> None:
     (folder, oracle) = pair
     engines = [engine(folder), engine(folder, max_num_batched_tokens=64)]
@@ -93,6 +94,7 @@ def test_logits_equal_transformers_with_and_without_chunks(pair: Any) -> None:
             assert logits_error(llm, oracle, ids) < RELATIVE
 
 
+@pytest.mark.default_cases("dense")
 def test_greedy_tokens_equal_transformers_with_and_without_drafts(pair: Any) -> None:
     (folder, oracle) = pair
     engines = [engine(folder, drafter) for drafter in (None, NGRAM)]
@@ -186,6 +188,7 @@ def test_mamba2_projection_rows() -> None:
     assert sum(mixer.parts) == 10304
 
 
+@pytest.mark.slow
 def test_undeclared_draft_module_is_not_read(tmp_path: Path) -> None:
     """config.json declares no module."""
     oracle_of(tmp_path)
@@ -241,6 +244,7 @@ MTP_OF_SUPER = 2_942_324_736
 """Parameters of its MTP module, which are part of its published count."""
 
 
+@pytest.mark.default_cases("Nano 9B v2")
 @pytest.mark.parametrize(
     ("raw", "parameters", "slot", "token"),
     [

@@ -193,6 +193,7 @@ def drafts_of(target: Target, tokens: list[int]) -> list[int]:
     return results
 
 
+@pytest.mark.default_cases("dense")
 def test_drafts_equal_independent_forward(target: Target) -> None:
     """At every step and in both rows, with chunked prompts; the answers equal those without
     drafts."""
@@ -209,6 +210,7 @@ def test_drafts_equal_independent_forward(target: Target) -> None:
     assert [o.outputs[0].token_ids for o in outs] == [o.outputs[0].token_ids for o in expected]
 
 
+@pytest.mark.default_cases("super")
 def test_steps_without_drafts_store_keys_and_values(target: Target) -> None:
     """The adaptive drafter skips drafts in many steps; its answers equal those without drafts."""
     spec = {"method": "mtp", "num_speculative_tokens": K}
@@ -258,6 +260,7 @@ def test_unsupported_settings_are_refused(changes: dict[str, Any], message: str)
         architecture("nemotron_h").Config.read(raw | changes)
 
 
+@pytest.mark.slow
 def test_parameters_of_super_mtp_module() -> None:
     """As released, with the correction bias of its router."""
     raw = {**SUPER, "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}

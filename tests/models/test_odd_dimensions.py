@@ -74,6 +74,7 @@ def make_oracle(folder: Path, family: str, base: Base) -> Any:
     return random_oracle(folder, family, mine, 0.0 if family == "Qwen3_5" else 1.0)
 
 
+@pytest.mark.default_cases("Llama, 3 of 80, biases")
 @pytest.mark.parametrize(
     "case", [pytest.param(n, marks=() if n in QUICK_CASES else pytest.mark.slow) for n in CASES]
 )

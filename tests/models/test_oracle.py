@@ -29,7 +29,7 @@ def llm() -> LLM:
 
 
 def prompts(count: int, longest: int) -> list[list[int]]:
-    """Return token ids of source code, of 16 tokens up to `longest`."""
+    """Return `count` prompts of source code as token ids, from 16 tokens to `longest`."""
     text = Path(torch.__file__).read_text()
     ids = bundled_ids(text)
     lengths = torch.linspace(16, longest, count).long().tolist()

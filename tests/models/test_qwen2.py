@@ -34,6 +34,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return random_pair(tmp_path_factory.mktemp("qwen2"), "Qwen2", QWEN2, **changes)
 
 
+@pytest.mark.default_cases("tied")
 def test_equals_transformers(pair) -> None:
     for ids in prompts(4, 200):
         assert logits_error(*pair, ids) < RELATIVE

@@ -35,6 +35,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return random_pair(tmp_path_factory.mktemp("qwen3"), "Qwen3", QWEN3, **changes)
 
 
+@pytest.mark.default_cases("tied")
 def test_equals_transformers(pair) -> None:
     for ids in prompts(4, 200):
         assert logits_error(*pair, ids) < RELATIVE

@@ -13,7 +13,8 @@ from lockstep.layers.linear import Embedding, Gemm, Linear
 from lockstep.layers.moe import ExpertWeight
 from lockstep.layers.sharding import Rank, WeightSpec
 from lockstep.models import architecture, draft_prefix
-from lockstep.models.loader import build_model, weight_specs
+from lockstep.models.loader import build_model, fill_dummy, weight_specs
+from lockstep.quantization import read_weight_format
 from tests.tiny_model import (
     CONFIG,
     DEEPSEEK,
@@ -50,9 +51,18 @@ RANKS = (Rank(0, 2), Rank(1, 2))
 Specs = dict[str, WeightSpec]
 
 
-def build(raw: dict[str, Any], rank: Rank) -> tuple[nn.Module, Specs]:
+def build(
+    raw: dict[str, Any], rank: Rank, quantization: str | None = None
+) -> tuple[nn.Module, Specs, BuildContext]:
     """Build the target and its draft module for a rank; return it with all specs."""
-    context = BuildContext("cpu", torch.float32, 4, 64, group=DryGroup(rank.index, rank.size))
+    context = BuildContext(
+        "cpu",
+        torch.float32,
+        4,
+        64,
+        group=DryGroup(rank.index, rank.size),
+        weight_format=read_weight_format(None, quantization),
+    )
     model = build_model({**raw, "vocab_size": 96}, context)
     specs = weight_specs(model.weights())  # type: ignore[operator]  # a Decoder's method
     module = architecture(raw["model_type"])
@@ -61,7 +71,7 @@ def build(raw: dict[str, Any], rank: Rank) -> tuple[nn.Module, Specs]:
         draft = module.Draft(model, context)
         specs |= weight_specs(draft.weights(), prefix)
         model.add_module("draft", draft)
-    return model, specs
+    return model, specs, context
 
 
 def fill(specs: Specs, tensors: dict[str, Tensor]) -> None:
@@ -84,18 +94,18 @@ def owned_elements(spec: WeightSpec, tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_rank_slices_cover_the_whole_weight(name: str) -> None:
     raw = CONFIGS[name]
-    full, whole_specs = build(raw, Rank())
+    full, whole_specs, _ = build(raw, Rank())
     torch.manual_seed(0)
     tensors = {n: torch.randn(spec.shape or (1,)) for n, spec in whole_specs.items()}
     fill(whole_specs, tensors)
     ranks = [build(raw, rank) for rank in RANKS]
-    for _, specs in ranks:
+    for _, specs, _ in ranks:
         assert specs.keys() == whole_specs.keys()
         fill(specs, tensors)
     cut = 0
     for n, tensor in tensors.items():
         together = torch.full_like(tensor, torch.nan)
-        for _, specs in ranks:
+        for _, specs, _ in ranks:
             spec = specs[n]
             assert spec.shape == tuple(tensor.shape), n
             mask = owned_elements(spec, tensor)
@@ -103,7 +113,7 @@ def test_rank_slices_cover_the_whole_weight(name: str) -> None:
             cut += not mask.all()
         assert torch.equal(together, tensor), n
     assert cut > len(tensors), "most tensors are sharded"
-    for model, _ in ranks:
+    for model, _, _ in ranks:
         check_layers(model, full)
 
 
@@ -112,13 +122,11 @@ def check_layers(model: nn.Module, full: nn.Module) -> None:
     modules = dict(full.named_modules())
     compared = 0
     for name, layer in model.named_modules():
-        reference: Any = modules[name]
+        reference: Any = modules.get(name)  # the whole model has no exchanges
         if isinstance(layer, Linear):
             for index, module in enumerate(layer.reads):
-                if layer.names[index] in layer.orders:
-                    continue  # rows are reordered by head after slicing
-                rows = reference.part(index)
-                assert torch.equal(layer.part(index), pick(rows, module.ranges)), name
+                rows = pick(checkpoint_rows(reference, index), module.ranges)
+                assert torch.equal(checkpoint_rows(layer, index), rows), name
                 compared += 1
             if not layer.gemms[0].quantized:
                 assert layer.gemms[0].split_k == reference.gemms[0].split_k
@@ -133,9 +141,47 @@ def check_layers(model: nn.Module, full: nn.Module) -> None:
     assert compared and any(isinstance(layer, Gemm) for layer in model.modules())
 
 
+def checkpoint_rows(layer: Any, index: int) -> Tensor:
+    """Return the rows of a fused weight in the checkpoint's order."""
+    order = layer.orders.get(layer.names[index])
+    rows = layer.part(index)
+    return rows if order is None else rows[order.argsort()]
+
+
 def pick(rows: Tensor, ranges: Any) -> Tensor:
     """Return the rows within the ranges; all rows without ranges."""
     return torch.cat([rows[begin:end] for begin, end in ranges]) if ranges else rows
+
+
+@pytest.mark.parametrize("quantization", [None, "int4", "int8", "fp8"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_dummy_weights_of_a_rank_are_slices_of_the_whole(
+    name: str, quantization: str | None
+) -> None:
+    full, _, context = build(CONFIGS[name], Rank(), quantization)
+    fill_dummy(full, None, 7, context)
+    for rank in RANKS:
+        model, _, context = build(CONFIGS[name], rank, quantization)
+        fill_dummy(model, None, 7, context)
+        check_layers(model, full)
+        whole_parameters = dict(full.named_parameters())
+        for n, parameter in model.named_parameters():
+            shard = context.shards.get(id(parameter))
+            whole = whole_parameters[n]
+            assert torch.equal(parameter, whole if shard is None else shard.narrow(whole)), n
+
+
+@pytest.mark.parametrize("limit", [1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14])
+def test_every_number_of_ranks_has_the_same_gemms(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.layers.linear.MAX_DEQUANTIZED", limit)
+    for raw in (NEXT, HYBRID_MOE):
+        gemms = []
+        for rank in (Rank(), *RANKS):
+            model, _, _ = build(raw, rank, "int4")
+            gemms.append([n for n, m in model.named_modules() if isinstance(m, Gemm)])
+        assert gemms[0] == gemms[1] == gemms[2]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -42,6 +42,7 @@ def answers_without_drafts() -> Callable[[str], Answers]:
     return cache(ask)
 
 
+@pytest.mark.default_cases("qwen3_draft")
 @pytest.mark.parametrize(("name", "method", "drafter", "minimum"), DRAFTERS)
 def test_answers_are_correct_and_drafts_change_no_bit(
     answers_without_drafts: Callable[[str], Answers],

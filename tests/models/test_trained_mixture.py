@@ -32,6 +32,7 @@ def llm(request: pytest.FixtureRequest) -> LLM:
     )
 
 
+@pytest.mark.default_cases("plain")
 def test_answers_are_correct_and_drafts_change_no_bit(llm: LLM) -> None:
     alone = LLM(str(FOLDER), quantization=llm.engine.config.quantization, max_num_seqs=1, **LENGTH)
     samples = cases(2)

@@ -106,8 +106,8 @@ FAULTS = (
     ),
     Fault(
         "replay of at most 4", "mixer", RECURRENT_CPU, "Window.__init__",
-        "$most = max(0, *($starts - $folded).tolist())",
-        "$most = min(4, max(0, *($starts - $folded).tolist()))",
+        "$count = max(0, *($starts - $folded).tolist())",
+        "$count = min(4, max(0, *($starts - $folded).tolist()))",
     ),
     Fault(
         "folded one too far when all were accepted", "table", METADATA, "advance_rows",
@@ -126,7 +126,7 @@ FAULTS = (
         "$agreed = (($drafts == $tokens[:, 1:]) & ($drafts >= 0)).int()",
     ),
     Fault(
-        "drafts behind a rejected one are accepted", "table", METADATA, "advance_rows",
+        "drafts after a rejected one are accepted", "table", METADATA, "advance_rows",
         "$accepted = $agreed.cumprod(1).sum(1, dtype=torch.int32)",
         "$accepted = $agreed.sum(1, dtype=torch.int32)",
     ),
@@ -148,7 +148,7 @@ FAULTS = (
         "return StepTensors(..., sample_at=$seq_lens[:, None] + $decided + ($window > 1))",
     ),
     Fault(
-        "conv ring off at its end", "mixer", RINGS, "flat_indices",
+        "the last slot of a circular history buffer not used", "mixer", RINGS, "flat_indices",
         "[$s * $length + ($p + $i) % $length for $i in $offsets for $s, $p in $rows]",
         "[$s * $length + min(($p + $i) % $length, $length - 2) for $i in $offsets for $s, $p "
         "in $rows]",
@@ -217,9 +217,9 @@ FAULTS = (
     ),
     # The table, and what the host writes to it.
     Fault(
-        "drafts shown one place behind", "table", METADATA, "_append_drafts",
-        "$behind = torch.arange(1, $drafts.shape[1] + 1, device=$starts.device)",
-        "$behind = torch.arange(2, $drafts.shape[1] + 2, device=$starts.device)",
+        "drafts written one position late", "table", METADATA, "_append_drafts",
+        "$offset = torch.arange(1, $drafts.shape[1] + 1, device=$starts.device)",
+        "$offset = torch.arange(2, $drafts.shape[1] + 2, device=$starts.device)",
     ),
     Fault(
         "the null row is committed to", "table", METADATA, "advance_rows",
@@ -233,7 +233,7 @@ FAULTS = (
         "0).long()).clamp_min_(0))",
     ),
     Fault(
-        "drafts behind a page's end written into its first slot", "table", METADATA, "prepare_step",
+        "drafts past a page's end written into its first slot", "table", METADATA, "prepare_step",
         "$window = $query_len if $uniform else 1\n"
         "...\n"
         "return StepTensors(..., starts=$starts, slot_mapping=$pages[$token_rows, $column] * "
@@ -245,7 +245,7 @@ FAULTS = (
         "$positions % $page_size)",
     ),
     Fault(
-        "counts of the last request kept", "worker", ROWS, "write_sampling",
+        "token counts of the previous request remain in a row", "worker", ROWS, "write_sampling",
         "copy_to_device(0, $state.counts[$row])",
         "",
     ),
@@ -270,9 +270,9 @@ FAULTS = (
         "$bias[int($token)] = min(max($value, -MAX_BIAS), MAX_BIAS)",
     ),
     Fault(
-        "folded left behind at preemption", "worker", "worker.row_table", "RowTable.row_tensors",
-        "$own = [self.tokens, self.prompt_len, self.computed, self.folded, self.drafts]",
-        "$own = [self.tokens, self.prompt_len, self.computed, self.drafts]",
+        "folded not moved at preemption", "worker", "worker.row_table", "RowTable.row_tensors",
+        "$values = [self.tokens, self.prompt_len, self.computed, self.folded, self.drafts]",
+        "$values = [self.tokens, self.prompt_len, self.computed, self.drafts]",
     ),
     Fault(
         "a request that wants no drafts has one verified", "drafter", METADATA, "_limit_drafts",
@@ -281,13 +281,14 @@ FAULTS = (
         OF_NO_DRAFTS,
     ),
     Fault(
-        "counts left behind at preemption", "worker", "worker.row_table", "RowTable.row_tensors",
-        "return $own + [self.draft_limit] + self.sampling.tensors()",
-        "return $own + [self.draft_limit] + [t for t in self.sampling.tensors() if t is not "
+        "token counts not moved at preemption",
+        "worker", "worker.row_table", "RowTable.row_tensors",
+        "return $values + [self.draft_limit] + self.sampling.tensors()",
+        "return $values + [self.draft_limit] + [t for t in self.sampling.tensors() if t is not "
         "self.sampling.counts]",
     ),
     Fault(
-        "conv inputs left behind at preemption", "worker", TRANSFERS, "Transfers.back",
+        "convolution inputs not moved at preemption", "worker", TRANSFERS, "Transfers.back",
         "$part.index_copy_(0, $index, $column)",
         "if $part is not units.spans[0].parts[1]:\n"
         "    $part.index_copy_(0, $index, $column)",
@@ -354,8 +355,8 @@ FAULTS = (
     ),
     Fault(
         "bias of the first row used for all", "sampler", SAMPLING, "_process",
-        "$x = $x + $state.bias[$row][:, $kept]",
-        "$x = $x + $state.bias[1:2][:, $kept]",
+        "$x = $x + $state.bias[$row][:, $selected]",
+        "$x = $x + $state.bias[1:2][:, $selected]",
     ),
     Fault(
         "noise of half the range", "sampler", SAMPLING, "uniform",
@@ -363,9 +364,10 @@ FAULTS = (
         "$bits = _mix(_mix($key ^ $ids) ^ $key) >> 10",
     ),
     Fault(
-        "a grammar's tokens counted from what it allows", "sampler", "kernels.sampling.contract",
+        "the index of a token among the sampled ids taken for its id",
+        "sampler", "kernels.sampling.contract",
         "sample",
-        "$tokens[$s, $part] = $best if $kept is None else $kept[$best]",
+        "$tokens[$s, $part] = $best if $selected is None else $selected[$best]",
         "$tokens[$s, $part] = $best",
     ),
     Fault(
@@ -417,7 +419,8 @@ FAULTS = (
         "$mine = ($seed + 2 ** 63) % 2 ** 64 - 2 ** 63",
     ),
     Fault(
-        "tokens behind the end kept", "request", "scheduling.request", "Request.append",
+        "tokens after the end of an answer remain",
+        "request", "scheduling.request", "Request.append",
         "if self.finish_reason is not None:\n"
         "    return $index",
         "",
@@ -441,7 +444,7 @@ FAULTS = (
         "self.pool.publish($seq.pages[-1 - $page], $seq.key($page, self.page_size))",
     ),
     Fault(
-        "generated pages shared beside recurrent state", "cache", "cache.cache", "Cache.commit",
+        "generated pages shared with recurrent layers", "cache", "cache.cache", "Cache.commit",
         "min($tokens, len($seq.prompt)) if self.state else $tokens",
         "$tokens",
     ),
@@ -467,12 +470,12 @@ FAULTS = (
     ),
     # Host memory.
     Fault(
-        "a page comes back to the wrong place", "worker", TRANSFERS, "Transfers.back",
+        "a page is fetched into the wrong page", "worker", TRANSFERS, "Transfers.back",
         "$part.index_copy_(0, $index, $column)",
         "$part.index_copy_(0, $index.roll(1), $column)",
     ),
     Fault(
-        "a page comes back too late", "worker", WORKER, "Worker.launch",
+        "a page is fetched after the prompt step", "worker", WORKER, "Worker.launch",
         "self.transfers.fetch($schedule.fetched)\n"
         "if $schedule.prompt:\n"
         "    $launched.append(self._launch_prompt($schedule.prompt, $masked, $fill_masks))",
@@ -481,7 +484,7 @@ FAULTS = (
         "self.transfers.fetch($schedule.fetched)",
     ),
     Fault(
-        "what is evicted is read behind rows that move in", "worker", WORKER, "Worker.launch",
+        "evicted pages are copied after rows move in", "worker", WORKER, "Worker.launch",
         "self.transfers.evict($schedule.evicted)\n"
         "self._update_rows($schedule)",
         "self._update_rows($schedule)\n"
@@ -490,10 +493,10 @@ FAULTS = (
     Fault(
         "a snapshot's host pages begin one too late", "worker", TRANSFERS, "_pairs",
         "$at = 0\n"
-        "for $host in $place:\n"
+        "for $host in $page_ids:\n"
         "    ...",
         "$at = 0\n"
-        "for $host in $place[len($place) > 1:]:\n"
+        "for $host in $page_ids[len($page_ids) > 1:]:\n"
         "    ...",
     ),
     Fault(
@@ -502,23 +505,23 @@ FAULTS = (
         "[self.pool.evictions[$name] for $name in $evicted]",
     ),
     Fault(
-        "two moves of a schedule go to one place", "cache", HOST, "HostPool.store",
+        "two evictions of a schedule go to one host page", "cache", HOST, "HostPool.store",
         "self.evictions.pop($oldest, None)",
         "",
         f"{OF_HOST}::test_host_page_is_written_once_per_schedule",
     ),
     Fault(
-        "a host page keeps the name of what it held", "cache", HOST, "HostPool.store",
+        "a reused host page keeps its former key", "cache", HOST, "HostPool.store",
         "self.free.extend(self.entries.pop($oldest))",
         "self.free.extend(self.entries[$oldest])",
     ),
     Fault(
-        "a place of one pool is found by the other", "cache", HOST, "HostStore.has",
+        "an entry of one pool is found by the other", "cache", HOST, "HostStore.has",
         "return (self.name, $key) in self.pool.entries",
         "return any((known == $key for _, known in self.pool.entries))",
     ),
     Fault(
-        "what is to come back makes room in host memory", "cache", HOST, "HostPool.pin",
+        "pinned entries are evicted from host memory", "cache", HOST, "HostPool.pin",
         "if $name not in self.pinned:\n"
         "    ...",
         "if False:\n"
@@ -532,13 +535,14 @@ FAULTS = (
         f"{OF_HOST}::test_reset_empties_host_memory",
     ),
     Fault(
-        "a page of another salt comes back from the host", "cache", GROUPS, "CacheSeq.key",
+        "a page of another salt is fetched from the host", "cache", GROUPS, "CacheSeq.key",
         "$parent = self.keys[-1] if self.keys else self.salt",
         "$parent = self.keys[-1] if self.keys else b''",
         f"{OF_HOST}::test_salts_isolate_host_memory",
     ),
     Fault(
-        "the steps read what is on its way to the device", "worker", TRANSFERS, "Transfers.back",
+        "a step reads pages that are still being copied to the device",
+        "worker", TRANSFERS, "Transfers.back",
         "self.stream.wait(self.stream.copy($copies, $staging.idle))",
         "self.stream.copy($copies, $staging.idle)",
         OF_TRANSFERS,
@@ -572,12 +576,12 @@ FAULTS = (
         "$plan.grants.append(PageGrant($entry.row, $column - 1, $entry.seq.pages[$column:]))",
     ),
     Fault(
-        "prompt log-probabilities skip what is cached", "scheduler", SCHEDULER, "Scheduler.add",
+        "prompt log-probabilities skip cached tokens", "scheduler", SCHEDULER, "Scheduler.add",
         "$reuse = $request.params.prompt_logprobs is None",
         "$reuse = True",
     ),
     Fault(
-        "grants of a preempted row kept", "scheduler", SCHEDULER, "Scheduler._preempt",
+        "page grants of a preempted row remain", "scheduler", SCHEDULER, "Scheduler._preempt",
         "$plan.grants = [$grant for $grant in $plan.grants if $grant.row != $entry.row]",
         "",
     ),
@@ -589,18 +593,18 @@ FAULTS = (
     # Drafters, which may be wrong about drafts and nothing else.
     Fault(
         "ngram_lookup writes over the last token", "drafter", DRAFTING, "ngram_lookup",
-        "$own = $history[$row, :int($computed[$row]) + 1]\n"
+        "$values = $history[$row, :int($computed[$row]) + 1]\n"
         "...\n"
-        "$drafts[$row, :len($ahead)] = $ahead",
-        "$own = $history[$row, :int($computed[$row]) + 1]\n"
+        "$drafts[$row, :len($proposal)] = $proposal",
+        "$values = $history[$row, :int($computed[$row]) + 1]\n"
         "...\n"
-        "$drafts[$row, :len($ahead)] = $ahead\n"
-        "$history[$row, len($own) - 1] = ($ahead if len($ahead) else $own[-1:])[0]",
+        "$drafts[$row, :len($proposal)] = $proposal\n"
+        "$history[$row, len($values) - 1] = ($proposal if len($proposal) else $values[-1:])[0]",
     ),
     Fault(
-        "next_draft_step commits what it drafts", "drafter", DRAFTING, "next_draft_step",
-        "$starts = $computed[$row_ids] + $index + $behind",
-        "$starts = $computed[$row_ids] + $index + $behind\n"
+        "next_draft_step commits its drafts", "drafter", DRAFTING, "next_draft_step",
+        "$starts = $computed[$row_ids] + $index + $offset",
+        "$starts = $computed[$row_ids] + $index + $offset\n"
         "$computed[$row_ids] += int($index == 2)",
     ),
     Fault(
@@ -610,7 +614,7 @@ FAULTS = (
         "$history[$row_ids[$token_rows], $where] = $after.roll(1)",
     ),
     Fault(
-        "the oracle drafter leaves a draft behind the window", "drafter", "check.oracle_drafter",
+        "the oracle drafter leaves a draft after the window", "drafter", "check.oracle_drafter",
         "OracleDrafter.propose",
         "$ok = $match.any(1, keepdim=True) & ($target >= 0) & ($length[:, None] % NONE_EVERY > 0)\n"
         "...\n"
@@ -625,8 +629,8 @@ FAULTS = (
     # Mixers.
     Fault(
         "replay misses a row's first token", "mixer", RINGS, "replay",
-        "$live = (torch.arange($most, 0, -1)[:, None] <= $starts - $folded)[..., None, None]",
-        "$live = (torch.arange($most, 0, -1)[:, None] < $starts - $folded)[..., None, None]",
+        "$live = (torch.arange($count, 0, -1)[:, None] <= $starts - $folded)[..., None, None]",
+        "$live = (torch.arange($count, 0, -1)[:, None] < $starts - $folded)[..., None, None]",
     ),
     Fault(
         "a resumed chunk convolves with the row's old inputs", "mixer", PROMPT_ROWS, "prompt_rows",
@@ -639,7 +643,7 @@ FAULTS = (
         "$before = $state.recurrent[src].to(torch.float32, copy=True)",
     ),
     Fault(
-        "a window sees the token behind it", "mixer", ATTENTION, "causal_mask",
+        "a token of a window sees the next one", "mixer", ATTENTION, "causal_mask",
         "$offsets = torch.arange($begin, $begin + $count) // $group",
         "$offsets = torch.arange($begin, $begin + $count) // $group + (1 < $count // $group < 9)",
     ),
@@ -674,7 +678,7 @@ FAULTS = (
         "return torch.mm($x, $right)",
     ),
     Fault(
-        "other roundings for many rows", "numerics", "kernels.linear.cpu", "linear_cpu",
+        "different rounding for many rows", "numerics", "kernels.linear.cpu", "linear_cpu",
         "if isinstance($weight, PrepackedWeight):\n"
         "    return write_out($weight.mm($x.float()).to($weight.dtype), $out)",
         "if isinstance($weight, PrepackedWeight):\n"
@@ -682,7 +686,7 @@ FAULTS = (
         "    return write_out($weight.mm($x).to($weight.dtype), $out)",
     ),
     Fault(
-        "a norm's sum from behind for several rows", "numerics", NORM, "_normalize",
+        "a norm sums in descending order for several rows", "numerics", NORM, "_normalize",
         "return $x * torch.rsqrt(($x * $x).mean(-1, keepdim=True).add_($eps))",
         "y = ($x * $x).flip(-1).contiguous() if $x.shape[0] > 4 else $x * $x\n"
         "return $x * torch.rsqrt(y.mean(-1, keepdim=True).add_($eps))",
@@ -695,7 +699,7 @@ FAULTS = (
         "return out.to($gate.dtype)",
     ),
     Fault(
-        "residuals added in another order beside a prompt", "numerics", NORM, "add_rms_norm",
+        "residuals added in another order in prompt steps", "numerics", NORM, "add_rms_norm",
         "$total = $x + $delta",
         "$total = $x + $delta if len($x) < 70 else ($x * 3 + $delta * 3) / 3",
     ),
@@ -750,7 +754,7 @@ FAULTS = (
     ),
     Fault(
         "a zero point of 0 does not borrow", "format", GPTQ, "_fill_zeros",
-        "$zeros = unpack_words($words + $stored_less * $each, $shifts, $weight.bits, dim=1)",
+        "$zeros = unpack_words($words + $stored_less * $entry, $shifts, $weight.bits, dim=1)",
         "$zeros = unpack_words($words, $shifts, $weight.bits, dim=1) + $stored_less\n"
         "$zeros &= 2 ** $weight.bits - 1",
         f"{VECTORS}::test_zero_points_of_zero_borrow_in_version_1",
@@ -826,8 +830,8 @@ FAULTS = (
     ),
     Fault(
         "bits of extra_config ignored", "format", "quantization.auto_round", "AutoRound._scheme",
-        "$found = replace(self.scheme.overridden($c), act_order=False)",
-        "$found = self.scheme",
+        "$match = replace(self.scheme.overridden($c), act_order=False)",
+        "$match = self.scheme",
         "tests/quantization/test_checkpoints.py::test_auto_round_of_hybrid",
     ),
     Fault(
@@ -845,8 +849,8 @@ FAULTS = (
     ),
     Fault(
         "NVFP4's divisor multiplies", "format", STORAGE, "Fp4Storage._factor",
-        "$found.reciprocal() if self.divides else $found",
-        "$found",
+        "$match.reciprocal() if self.divides else $match",
+        "$match",
         STORED_MAPS,
     ),
     Fault(
@@ -870,14 +874,14 @@ FAULTS = (
     ),
     Fault(
         "weight_g_idx taken as in order", "format", STORAGE, "fill_g_idx",
-        "if bool(($found == -1).all()):\n"
+        "if bool(($match == -1).all()):\n"
         "    ...",
-        "if bool(($found >= -1).all()):\n"
+        "if bool(($match >= -1).all()):\n"
         "    ...",
         STORED_MAPS,
     ),
     Fault(
-        "modules that ModelOpt excludes are packed", "format", "quantization.modelopt",
+        "modules that ModelOpt excludes are quantized", "format", "quantization.modelopt",
         "ModelOpt.storage",
         "$entry = self.excluded.find($module)",
         "$entry = None",
@@ -900,7 +904,7 @@ FAULTS = (
         "tests/quantization/test_checkpoints.py::test_gptq_with_bits_per_layer_and_dense_modules",
     ),
     Fault(
-        "a product behind another packed part begins at its first row", "slots", LINEAR,
+        "the second part of a fused quantized weight begins at row 0", "slots", LINEAR,
         "Linear.part",
         "return $product.stored_rows($rows.start - $first, $rows.stop - $first)",
         "size = $rows.stop - $rows.start\n"
@@ -908,7 +912,7 @@ FAULTS = (
         "tests/quantization/test_checkpoints.py::test_gptq_with_bits_per_layer_and_dense_modules",
     ),
     Fault(
-        "packed rows stay in the checkpoint's order", "slots", LINEAR, "Linear.finish",
+        "quantized rows stay in the checkpoint's order", "slots", LINEAR, "Linear.finish",
         "$part.reorder($order)",
         "$part.reorder($order.sort().values)",
         f"{OF_CHECKPOINTS}::test_quantized_mixtures_of_every_family[qwen3_next-gptq]",
@@ -925,13 +929,13 @@ FAULTS = (
         f"{OF_CHECKPOINTS}::test_experts_with_their_own_scales_equal_dense",
     ),
     Fault(
-        "slots of a token added from behind where several come together", "experts", EXPERTS,
+        "expert slots added in descending order for several tokens", "experts", EXPERTS,
         "experts_cpu",
-        "for $slot, $own in enumerate($y.view($tokens, $slots, $x.shape[1]).unbind(1)):\n"
-        "    $total += $weights[:, $slot, None].float() * $own.float()",
+        "for $slot, $values in enumerate($y.view($tokens, $slots, $x.shape[1]).unbind(1)):\n"
+        "    $total += $weights[:, $slot, None].float() * $values.float()",
         "turns = list(enumerate($y.view($tokens, $slots, $x.shape[1]).unbind(1)))\n"
-        "for $slot, $own in turns[::-1] if $tokens > 1 else turns:\n"
-        "    $total += $weights[:, $slot, None].float() * $own.float()",
+        "for $slot, $values in turns[::-1] if $tokens > 1 else turns:\n"
+        "    $total += $weights[:, $slot, None].float() * $values.float()",
         f"{OF_EXPERTS}::test_row_bits_are_batch_independent",
     ),
     Fault(
@@ -991,7 +995,7 @@ FAULTS = (
     ),
     # Kernels that read packed weights, under Triton's interpreter.
     Fault(
-        "the number of rows cuts K of a packed linear", "packed",
+        "the number of rows changes the split-K partitions of a quantized linear", "packed",
         "kernels.linear.quantized", "launch",
         "$tokens, $k = $x.shape\n"
         "...\n"
@@ -1003,7 +1007,7 @@ FAULTS = (
         f"{OF_PACKED}::test_splits_are_added_as_a_tree",
     ),
     Fault(
-        "the last segment of a packed linear runs past the columns", "packed",
+        "the last split-K partition of a quantized linear runs past the columns", "packed",
         "kernels.device.tree_reduction", "reduce_partitions",
         "tl.minimum($begin + $length, $K)",
         "$begin + $length",
@@ -1030,14 +1034,14 @@ FAULTS = (
     ),
     # Recurrent state of 16 bits: the bundled model is checked with one of 32 unless asked.
     Fault(
-        "a state rounded where a step found it", "mixer", "kernels.recurrent.history",
+        "a 16-bit state written off its grid of tokens", "mixer", "kernels.recurrent.history",
         "next_folded",
         "$last = $starts // $grid * $grid",
         "$last = $starts",
         f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_keep_the_answer",
     ),
     Fault(
-        "rings too short for what a state of 16 bits lacks", "mixer", "cache.state", "state_spec",
+        "history buffers too short for a 16-bit state", "mixer", "cache.state", "state_spec",
         "$slots = history_length($window, max_replayed($window, $flush, state_grid($state_dtype)))",
         "$slots = max_replayed($window, $flush, state_grid($state_dtype)) - 2",
         f"{OF_HALF_STATE}::test_answers_longer_than_the_token_ring_are_equal",
@@ -1050,9 +1054,11 @@ FAULTS = (
     ),
     Fault(
         "a prompt's state rounded at the end of its chunk alone", "mixer", DELTA, "_run_chunks",
-        "$s = $s * torch.exp($g[$c, :, -1])[:, None, None] + $left[$c].transpose(-1, -2) @ $new\n"
+        "$s = $s * torch.exp($g[$c, :, -1])[:, None, None] + $remaining[$c].transpose(-1, -2) @ "
+        "$new\n"
         "$s = $rounded($s)",
-        "$s = $s * torch.exp($g[$c, :, -1])[:, None, None] + $left[$c].transpose(-1, -2) @ $new\n"
+        "$s = $s * torch.exp($g[$c, :, -1])[:, None, None] + $remaining[$c].transpose(-1, -2) @ "
+        "$new\n"
         "$s = $rounded($s) if $c + 1 == chunks else $s",
         f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_keep_the_answer",
     ),
@@ -1075,7 +1081,8 @@ FAULTS = (
         f"{OF_MAMBA}::test_accepted_drafts_keep_the_answer",
     ),
     Fault(
-        "a resumed prompt of Mamba-2 begins from the row's own state", "mixer", PROMPT_ROWS,
+        "a resumed prompt of Mamba-2 begins from the row's state, not the snapshot",
+        "mixer", PROMPT_ROWS,
         "prompt_rows",
         "$before = $state.recurrent[$src].to(torch.float32, copy=True)",
         "$before = $state.recurrent[slot].to(torch.float32, copy=True)",
@@ -1100,7 +1107,7 @@ FAULTS = (
         "tests/kernels/test_chunked_form.py::test_chunked_form_is_independent_of_cuts",
     ),
     Fault(
-        "a kernel of Mamba-2 lets a token see the one behind it", "mixer",
+        "a kernel of Mamba-2 lets a token see the next one", "mixer",
         "kernels.mamba2.chunk_kernels", "chunk_output_kernel",
         "tl.where($row >= $col, $grown[:, None] - $grown[None, :], float('-inf'))",
         "tl.where($row + 1 >= $col, $grown[:, None] - $grown[None, :], float('-inf'))",
@@ -1130,7 +1137,7 @@ FAULTS = (
     ),
     # KV formats: the bundled model is checked in its own dtype unless a format is asked for.
     Fault(
-        "a prompt's chunk sees its own keys before they are packed", "mixer", "layers.attention",
+        "a prompt chunk sees its keys before quantization", "mixer", "layers.attention",
         "Attention.forward",
         "$mixed = self.attend($q, self.k_cache, self.v_cache, $step.page_table, "
         "$step.cu_seqlens, $step.starts, $step.shape.query_len, self.scale, $qkv if self.gated "
@@ -1147,7 +1154,7 @@ FAULTS = (
         f"{OF_KV_FORMATS}::test_chunks_drafts_and_preemption_keep_the_answer",
     ),
     Fault(
-        "scales stay behind when a row moves to the host", "cache", "kernels.formats.kv.contract",
+        "scales not copied when a row moves to the host", "cache", "kernels.formats.kv.contract",
         "QuantizedKV.tensors",
         "return [self.qdata] if self.scales is None else [self.qdata, self.scales]",
         "return [self.qdata]",
@@ -1171,7 +1178,7 @@ FAULTS = (
         f"{OF_KV}::test_attention_over_quantized_equals_dequantized",
     ),
     Fault(
-        "a kernel cuts fp8 off instead of rounding it", "packed", "kernels.formats.kv.fp8_triton",
+        "a kernel truncates fp8 instead of rounding", "packed", "kernels.formats.kv.fp8_triton",
         "_round_to_fp8",
         "$large = $size - $REBIAS + $HALF + ($size >> $SHIFT & 1) >> $SHIFT",
         "$large = $size - $REBIAS >> $SHIFT",
@@ -1179,7 +1186,7 @@ FAULTS = (
     ),
     # Latents, which the bundled model has not.
     Fault(
-        "a window of latents sees the token behind it", "mixer", LATENTS, "_attend",
+        "a token of a latent attention window sees the next one", "mixer", LATENTS, "_attend",
         "$hidden = causal_mask(($start,), $begin, len($rows), $size, $heads)",
         "$hidden = causal_mask(($start + (1 < len(q) < 9),), $begin, len($rows), $size, $heads)",
         f"{OF_LATENTS}::test_attention_is_causal",
@@ -1199,7 +1206,7 @@ FAULTS = (
         f"{OF_LATENTS}::test_rope_rotates_pairs_and_latents_are_normed",
     ),
     Fault(
-        "heads of kv_b_proj in turn, not one by one", "mixer", LATENT_LAYER, "AbsorbedHeads._fill",
+        "heads of kv_b_proj interleaved", "mixer", LATENT_LAYER, "AbsorbedHeads._fill",
         "$heads = $weight.unflatten(0, (-1, sum(self.widths)))",
         "$heads = $weight.unflatten(0, (sum(self.widths), -1)).transpose(0, 1)",
         f"{OF_DEEPSEEK}::test_equals_transformers_with_chunks_and_every_drafter",
@@ -1214,9 +1221,9 @@ FAULTS = (
         "one scale for all latents that a step writes", "format", "kernels.formats.kv.fp8",
         "TokenFp8.quantize",
         "$wide = $x.float()\n"
-        "$most = ($wide.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)",
+        "$count = ($wide.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)",
         "$wide = $x.float()\n"
-        "$most = ($wide.view(torch.int32) & 0x7FFFFFFF).amax().expand(*$x.shape[:-1], 1)",
+        "$count = ($wide.view(torch.int32) & 0x7FFFFFFF).amax().expand(*$x.shape[:-1], 1)",
         f"{OF_KV_LATENTS}::test_token_fp8_scale_is_smallest_power_of_two",
     ),
     Fault(
@@ -1227,14 +1234,14 @@ FAULTS = (
         f"{OF_KV}::test_rotation_without_quantization_preserves_attention",
     ),
     Fault(
-        "what was found is not rotated back", "format", "kernels.attention.cpu",
+        "attention over rotated values is not rotated back", "format", "kernels.attention.cpu",
         "paged_attention_cpu",
         "rotate_back($mixed, $v_cache).flatten(0, 1).to($q.dtype)",
         "$mixed.flatten(0, 1).to($q.dtype)",
         f"{OF_KV}::test_rotation_without_quantization_preserves_attention",
     ),
     Fault(
-        "the points' own length is left out", "format", "kernels.formats.kv.turboquant",
+        "the norm of the code points is left out", "format", "kernels.formats.kv.turboquant",
         "TurboQuantizer.quantize",
         "$scaled = torch.where($usable, $blocks, 0.0) "
         "* _power_of_two(2 * FP32_BIAS + 1 - $exponents)\n"
@@ -1255,10 +1262,10 @@ FAULTS = (
     ),
     # Drafts: no answer shows these faults, so tests of what is drafted find them.
     Fault(
-        "a chain skips a place and reads what a rejected draft has left there", "drafter", DRAFTING,
+        "a chain skips a position and reads a rejected draft's cache there", "drafter", DRAFTING,
         "next_draft_step",
-        "$starts = $computed[$row_ids] + $index + $behind",
-        "$starts = $computed[$row_ids] + $index + $behind + 1",
+        "$starts = $computed[$row_ids] + $index + $offset",
+        "$starts = $computed[$row_ids] + $index + $offset + 1",
         OF_EAGLE3,
     ),
     Fault(
@@ -1267,16 +1274,16 @@ FAULTS = (
         "models.decoder",
         "Decoder.forward",
         "$x, $delta, $entered = $block($x, $delta, $step)\n"
-        "if $place in self.aux_hidden_layers:\n"
+        "if $page_ids in self.aux_hidden_layers:\n"
         "    ...",
         "$x, $delta, $entered = $block($x, $delta, $step)\n"
-        "if $place - 1 in self.aux_hidden_layers:\n"
+        "if $page_ids - 1 in self.aux_hidden_layers:\n"
         "    ...",
         OF_EAGLE3,
     ),
     Fault(
         "EAGLE-3 recycles its normed state", "drafter", EAGLE3, "Eagle3Head.forward",
-        "return $out if self.config.norm_output else $left",
+        "return $out if self.config.norm_output else $remaining",
         "return $out",
         OF_EAGLE3,
     ),
@@ -1287,37 +1294,38 @@ FAULTS = (
         OF_EAGLE3,
     ),
     Fault(
-        "suffix lookup prefers other texts to the row's own", "drafter", DRAFTING, "ngram_lookup",
-        "$text = torch.cat([$others, $own]) if $row else $own",
-        "$text = torch.cat([$own, $others]) if $row else $own",
+        "suffix lookup prefers other texts to the row's text", "drafter", DRAFTING, "ngram_lookup",
+        "$text = torch.cat([$peers, $values]) if $row else $values",
+        "$text = torch.cat([$values, $peers]) if $row else $values",
         OF_SUFFIX,
     ),
     Fault(
-        "an answer's end is not kept between answers", "drafter", "spec.suffix",
+        "suffix texts have no separator between answers", "drafter", "spec.suffix",
         "SuffixDrafter.learn",
         "torch.tensor([*$answer[max(len($answer) - self.capacity + 1, 0):], -1])",
         "torch.tensor([*$answer[max(len($answer) - self.capacity + 1, 0):], $answer[-1]])",
         OF_RING,
     ),
     Fault(
-        "a draft model reads the token behind each place", "drafter", "spec.draft_model",
+        "a draft model reads the token after each position", "drafter", "spec.draft_model",
         "DraftModelDrafter.write_cache",
         "self.context.module.write_cache($step.token_ids, $state, $step)",
         "self.context.module.write_cache(next_tokens, $state, $step)",
         OF_DRAFT_MODEL,
     ),
     Fault(
-        "a draft model that recurs writes its state while it drafts", "drafter", "spec.chain",
+        "a recurrent draft model writes its state while it drafts", "drafter", "spec.chain",
         "ChainDrafter.on",
-        "replace($step, shape=$shape, logit_rows=slice(None), flush=NEVER_FLUSH, **vars($made))",
-        "replace($step, shape=$shape, logit_rows=slice(None), **vars($made))",
+        "replace($step, shape=$shape, logit_rows=slice(None), flush=NEVER_FLUSH, **vars($tensors))",
+        "replace($step, shape=$shape, logit_rows=slice(None), **vars($tensors))",
         OF_RECURRENT_DRAFTS,
     ),
     Fault(
         "a draft's step takes states as they were before the step", "drafter", "spec.chain",
         "ChainDrafter.on",
-        "replace($step, shape=$shape, logit_rows=slice(None), flush=NEVER_FLUSH, **vars($made))",
-        "replace($step, shape=$shape, logit_rows=slice(None), flush=NEVER_FLUSH, **vars($made) | "
+        "replace($step, shape=$shape, logit_rows=slice(None), flush=NEVER_FLUSH, **vars($tensors))",
+        "replace($step, shape=$shape, logit_rows=slice(None), flush=NEVER_FLUSH, **vars($tensors) "
+        "| "
         "{'folded': $step.folded})",
         OF_RECURRENT_DRAFTS,
     ),
@@ -1328,7 +1336,7 @@ FAULTS = (
         OF_BLOCKS,
     ),
     Fault(
-        "a block's masks are drafted one place too late", "drafter", "spec.dflash",
+        "a block's masks are drafted one position late", "drafter", "spec.dflash",
         "BlockDrafter.propose",
         "$c.module($block.token_ids, $state, $block).unflatten(0, (-1, $count + 1))[:, 1:]",
         "$c.module($block.token_ids, $state, $block).unflatten(0, (-1, $count + 1))[:, :-1]",
@@ -1353,14 +1361,14 @@ FAULTS = (
         "$drafts = $tokens[self.max_query_len:][:0]",
     ),
     Fault(
-        "a grammar keeps the drafts that it was led along", "worker", GRAMMAR, "Matcher.begin",
+        "a grammar keeps the drafts of its masks", "worker", GRAMMAR, "Matcher.begin",
         "if $known > len($real):\n"
         "    ...\n"
-        "$ahead = self.prepare().deep_copy()",
+        "$proposal = self.prepare().deep_copy()",
         "if $known > len($real):\n"
         "    ...\n"
-        "$ahead = self.prepare()\n"
-        "$ahead.try_consume_tokens($real[1:])",
+        "$proposal = self.prepare()\n"
+        "$proposal.try_consume_tokens($real[1:])",
     ),
 )  # fmt: skip
 

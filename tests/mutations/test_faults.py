@@ -98,6 +98,7 @@ def test_quick_finds(name: str, folder: Path) -> None:
     assert_found(next(f for f in FAULTS if f.name == name), folder, "quick")
 
 
+@pytest.mark.slow
 def test_the_check_of_a_fault_is_run_and_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

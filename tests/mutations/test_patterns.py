@@ -12,13 +12,13 @@ from tests.mutations.suite import SOURCE, mutated
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 NAMES_A_LOCAL = {
     "folded one too far when all were accepted", "snapshot slot off the grid",
-    "bad_words see no drafts", "conv inputs left behind at preemption",
+    "bad_words see no drafts", "convolution inputs not moved at preemption",
     "a resumed chunk convolves with the row's old inputs",
     "a first chunk begins from the slot's old state", "the state rounded to bf16 when it moves",
     "a prompt's state rounded at the end of its chunk alone",
-    "a resumed prompt of Mamba-2 begins from the row's own state",
-    "a window of latents sees the token behind it",
-    "a draft model reads the token behind each place", "a grammar's masks lie at the first row",
+    "a resumed prompt of Mamba-2 begins from the row's state, not the snapshot",
+    "a token of a latent attention window sees the next one",
+    "a draft model reads the token after each position", "a grammar's masks lie at the first row",
 }  # fmt: skip
 """Faults whose replacement reads a local variable that their pattern does not match."""
 

@@ -14,7 +14,7 @@ from tests.models.dense import VOCAB, bits, generate_greedy, make_llm, prompts
 from tests.models.oracle import RELATIVE, compare_greedy, logits_error
 from tests.quantization.disk import Pair
 
-TOKENS = 64
+TOKENS = 32
 """Tokens of each compared answer."""
 
 

@@ -73,6 +73,7 @@ def test_gptq_with_bits_per_layer_and_dense_modules(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [32, -1])
 def test_gptq_with_activation_order(tmp_path: Path, group: int) -> None:
     """Every linear layer has its own order, fused ones too; with biases."""

@@ -186,6 +186,7 @@ def weights_in(model: Any) -> Tensor:
     return torch.cat([row.flatten() for weight in plain for row in weight.flatten(0, -2)])
 
 
+@pytest.mark.default_cases("gptq asymmetric", "fp8 tensor", "compressed nvfp4")
 @pytest.mark.parametrize("name", FORMATS)
 def test_experts_with_their_own_scales_equal_dense(tmp_path: Path, name: str) -> None:
     (packed, plain, done) = write(tmp_path, "qwen3_moe", FORMATS[name])
@@ -196,6 +197,7 @@ def test_experts_with_their_own_scales_equal_dense(tmp_path: Path, name: str) ->
     assert answer(actual) == answer(expected)
 
 
+@pytest.mark.default_cases("awq", "fp8 blocks", "modelopt nvfp4")
 @pytest.mark.parametrize("name", FORMATS)
 def test_experts_of_whole_blocks_are_loaded_together(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -215,6 +217,7 @@ def test_experts_of_whole_blocks_are_loaded_together(
     assert {experts, 2 * experts} == set(joined)
 
 
+@pytest.mark.default_cases("gptq")
 @pytest.mark.parametrize("name", ["gptq", "awq", "auto-round", "fp8 blocks", "compressed nvfp4"])
 def test_quantized_draft_experts_equal_dense(tmp_path: Path, name: str) -> None:
     """With whole blocks, which are loaded together."""
@@ -235,6 +238,7 @@ FORMATS_WITH_DENSE_EXPERTS = [
 ]
 
 
+@pytest.mark.default_cases("awq", "modelopt nvfp4")
 @pytest.mark.parametrize("name", FORMATS_WITH_DENSE_EXPERTS)
 def test_dense_experts_with_quantized_layers(tmp_path: Path, name: str) -> None:
     """Tools that quantize linear layers skip experts stored as one tensor, and list none of them;
@@ -259,6 +263,7 @@ def test_damaged_expert_is_named(tmp_path: Path) -> None:
         build(packed)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("name", ["gptq", "fp8 blocks", "modelopt nvfp4"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_next", "qwen3_5_moe"])
 def test_quantized_mixtures_of_every_family(tmp_path: Path, family: str, name: str) -> None:
@@ -275,6 +280,7 @@ def test_quantized_mixtures_of_every_family(tmp_path: Path, family: str, name: s
         assert answer(build(packed, speculative_config=MTP)) == right
 
 
+@pytest.mark.default_cases("fp8 blocks", "modelopt nvfp4")
 @pytest.mark.parametrize("name", ["gptq", "fp8 blocks", "modelopt fp8", "modelopt nvfp4"])
 def test_quantized_nemotron_h(tmp_path: Path, name: str) -> None:
     """Mamba-2's projections, MLPs and experts without a gate, and their latent projections."""

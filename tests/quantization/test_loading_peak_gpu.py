@@ -34,8 +34,9 @@ bytes; with the usual 16 million at once that is 340 MB, less than a file of pub
 
 def plain_weights() -> dict[str, Tensor]:
     """Return random weights by their names in a checkpoint."""
-    model: Any = build_model(RAW, BuildContext("cpu", torch.bfloat16, 1, 64))
-    fill_dummy(model, None, seed=0)
+    build = BuildContext("cpu", torch.bfloat16, 1, 64)
+    model: Any = build_model(RAW, build)
+    fill_dummy(model, None, 0, build)
     names = {n if n == "lm_head.weight" else f"model.{n}": t for n, t in model.weights().items()}
     return {name: tensor.detach().contiguous().clone() for name, tensor in names.items()}
 

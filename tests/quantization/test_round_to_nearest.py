@@ -61,6 +61,7 @@ def dense_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.default_cases("int8")
 @pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
 def test_answers_equal_rounded_weights(dense_folder: Path, tmp_path: Path, method: str) -> None:
     llm = LLM(
@@ -94,6 +95,7 @@ def test_dense_checkpoint_reports_no_quantization(dense_folder: Path) -> None:
     assert not any(one["storage_format"] for one in llm.engine.explain()["layers"])
 
 
+@pytest.mark.default_cases("int4")
 @pytest.mark.parametrize("method", ["fp8", "int4"])
 def test_dummy_weights_can_be_quantized(dense_folder: Path, method: str) -> None:
     settings: dict[str, Any] = {"load_format": "dummy", "quantization": method}

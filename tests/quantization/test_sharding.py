@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.layers.sharding import QuantizedShard
 from lockstep.quantization import CheckpointLinear, WeightFormat, read_weight_format
 from lockstep.quantization.gguf_blocks import LAYOUTS, dequantize
 from tests.quantization.cases import CASES
@@ -71,6 +72,7 @@ def read(method: str, **settings: Any) -> WeightFormat:
 SIZES = pytest.mark.parametrize("sizes", [(512, 256), (96, 48)], ids=["blocks", "within blocks"])
 
 
+@pytest.mark.covering(strength=1)
 @SIZES
 @pytest.mark.parametrize("name", CASES)
 def test_stored_formats(name: str, sizes: tuple[int, int]) -> None:
@@ -114,3 +116,59 @@ def test_rounding_while_loading(method: str) -> None:
     assert weight_format is not None
     tensors = {"weight": torch.randn(96, K)}
     check(weight_format, module_of(tensors, 96, K), tensors, (64, 32))
+
+
+def check_dummy(weight_format: WeightFormat, module: CheckpointLinear) -> None:
+    """Compare the dummy weights of both ranks with the rows of a whole one, bit for bit."""
+    sizes = (module.outputs * 2 // 3, module.outputs // 3)
+    layout = weight_format.layout(module)
+    assert layout is not None
+    full = layout.empty(module.outputs, module.inputs, "cpu")
+    full.fill_dummy(torch.Generator().manual_seed(3))
+    values = full.dequantize(torch.float32)
+    for rank in range(2):
+        ranges = ranges_of(sizes, rank)
+        part = replace(module, outputs=sum(sizes) // 2, whole_outputs=module.outputs, ranges=ranges)
+        local = weight_format.layout(part)
+        assert local is not None and weight_format.layout(part.whole) == layout
+        weight = local.empty(part.outputs, part.inputs, "cpu")
+        shard = QuantizedShard(layout, ranges, module.outputs)
+        shard.fill_dummy(weight, torch.Generator().manual_seed(3))
+        rows = torch.cat([torch.arange(*pair) for pair in ranges])
+        assert torch.equal(weight.dequantize(torch.float32), values[rows])
+
+
+@pytest.mark.parametrize("n", [768, 144], ids=["blocks", "within blocks"])
+@pytest.mark.parametrize("name", CASES)
+def test_dummies_of_stored_formats(name: str, n: int) -> None:
+    weight_format = read_weight_format(CASES[name].settings)
+    assert weight_format is not None
+    check_dummy(weight_format, replace(module_of({}, n, K), tensors=None))
+
+
+@pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
+def test_dummies_of_rounded_weights(method: str) -> None:
+    weight_format = read_weight_format(None, method)
+    assert weight_format is not None
+    check_dummy(weight_format, replace(module_of({}, 144, K), tensors=None))
+
+
+@pytest.mark.parametrize("desc_act", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_dummies_of_integers(bits: int, desc_act: bool) -> None:
+    settings = {"bits": bits, "group_size": 32, "sym": False}
+    check_dummy(
+        read("gptq", **settings, desc_act=desc_act),
+        replace(module_of({}, 144, K), tensors=None),
+    )
+    check_dummy(read("auto-round", **settings), replace(module_of({}, 144, K), tensors=None))
+
+
+def test_dummies_of_awq() -> None:
+    module = replace(module_of({}, 144, K), tensors=None)
+    check_dummy(read("awq", bits=4, group_size=32, zero_point=True), module)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_dummies_of_gguf(kind: str) -> None:
+    check_dummy(read("gguf"), gguf_module(kind, 96, 768))

@@ -259,6 +259,9 @@ def parameters(llm: LLM) -> list[Tensor]:
     return [product.weight for product in products if product.weight is not None]
 
 
+@pytest.mark.default_cases(
+    "fp8 of a hybrid", "ordered int4 of a dense model", "modelopt nvfp4 of a dense model"
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_quantized_model_equals_dense_model(tmp_path: Path, name: str) -> None:
     model = MODELS[name]

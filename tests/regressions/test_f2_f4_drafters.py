@@ -52,6 +52,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     return {kind: Case(tmp_path_factory.mktemp(kind), base) for kind, base in TARGETS.items()}
 
 
+@pytest.mark.default_cases("latent")
 @CASES
 @pytest.mark.parametrize("k", [pytest.param(1, marks=SLOW), 3, pytest.param(15, marks=SLOW)])
 def test_answers_equal_those_without_drafts(
@@ -63,6 +64,7 @@ def test_answers_equal_those_without_drafts(
     assert answers(llm) == cases[kind].plain
 
 
+@pytest.mark.default_cases("hybrid")
 @CASES
 def test_changing_drafts_and_preemption_keep_the_answers(
     cases: dict[str, Case], kind: str, method: str

@@ -49,6 +49,7 @@ def known(plain: list[Any]) -> list[list[int]]:
     return [p + tokens for p, (tokens, _) in zip(PROMPTS, plain, strict=True)]
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize(
     ("k", "flush"),
     [(3, 1), (7, 5), *(pytest.param(*both, marks=SLOW) for both in ((1, 1), (1, 5), (2, 5)))],
@@ -72,6 +73,7 @@ def test_accepted_drafts_keep_the_answer(
         assert llm.engine.stats.accepted_tokens_total > 10
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("every", [1, 2, None])
 def test_preemption_and_prefix_hits_keep_the_answer(
     make: Callable[..., LLM], plain: list[Any], state: str, every: int | None

@@ -24,6 +24,7 @@ SLOW = pytest.mark.slow
 K = (1, pytest.param(2, marks=SLOW), 3, pytest.param(5, marks=SLOW), 7)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("k", K)
 @pytest.mark.parametrize("chunk", [64, 2048])
 def test_accepted_drafts_keep_the_answer(
@@ -34,6 +35,7 @@ def test_accepted_drafts_keep_the_answer(
     assert llm.engine.stats.accepted_tokens_total > 20
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("method", ["ngram", "mtp"])
 @pytest.mark.parametrize("k", K)
 def test_real_drafters_keep_the_answer(

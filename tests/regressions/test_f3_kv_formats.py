@@ -40,6 +40,7 @@ def plain_of(make: Callable[..., LLM]) -> Callable[[str], list[Any]]:
     return cache(lambda kind: answers(make(kv_cache_dtype=kind)))
 
 
+@pytest.mark.default_cases("int8_per_token_head")
 @FORMAT
 def test_chunks_drafts_and_preemption_keep_the_answer(
     make: Callable[..., LLM], plain: list[Any], plain_of: Callable[[str], list[Any]], kind: str
@@ -91,6 +92,7 @@ def own_window(attend: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, x, step: (attend if step.shape.prompt else forward)(self, x, step)
 
 
+@pytest.mark.covering(strength=1)
 @FORMAT
 @pytest.mark.parametrize(
     ("fault", "settings"),
@@ -109,6 +111,7 @@ def test_attention_to_only_the_chunk_is_detected(
     assert answers(make(kv_cache_dtype=kind, **settings)) != expected
 
 
+@pytest.mark.covering(strength=2)
 @pytest.mark.parametrize("format", KERNEL_FORMATS.values(), ids=list(KERNEL_FORMATS))
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

@@ -61,6 +61,7 @@ def plain_of(folder: Path) -> Callable[[str], list[Any]]:
     return cache(lambda kind: answers(engine_over(folder, kv_cache_dtype=kind)))
 
 
+@pytest.mark.default_cases("turboquant_3bit_nc")
 @KINDS
 def test_chunks_drafts_and_preemption_keep_the_answer(
     folder: Path, plain: list[Any], plain_of: Callable[[str], list[Any]], kind: str
@@ -79,6 +80,7 @@ def test_chunks_drafts_and_preemption_keep_the_answer(
     assert llm.engine.scheduler.cache.hit_tokens > 0
 
 
+@pytest.mark.default_cases("fp8_e4m3")
 @KINDS
 def test_attention_to_an_unquantized_chunk_is_detected(
     folder: Path,
@@ -106,6 +108,7 @@ def test_attention_to_an_unquantized_chunk_is_detected(
     assert answers(engine_over(folder, kv_cache_dtype=kind, max_num_batched_tokens=70)) != expected
 
 
+@pytest.mark.default_cases("fp8_e4m3")
 @KINDS
 def test_rejected_drafts_leave_no_trace(
     folder: Path,

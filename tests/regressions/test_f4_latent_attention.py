@@ -55,6 +55,7 @@ def plain(latent: Make) -> list[Any]:
     return answers(latent(), LONG)
 
 
+@pytest.mark.default_cases("8")
 @pytest.mark.parametrize("bucket", some_slow(range(1, 9), (1, 8)))
 def test_every_bucket_runs_null_rows_with_two_pages(
     latent: Make, alone: list[Any], bucket: int

@@ -25,6 +25,7 @@ def alone(make: Callable[..., LLM]) -> list[Any]:
     return [answers(llm, [prompt], FEW) for prompt in SHORT]
 
 
+@pytest.mark.default_cases("1", "3", "8")
 @pytest.mark.parametrize("bucket", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_every_bucket_runs_null_rows_with_two_pages(
     make: Callable[..., LLM], alone: list[Any], bucket: int

@@ -47,6 +47,7 @@ def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder, [answers(llm, [prompt])[0] for prompt in PROMPTS]
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("way", SERVING_SETTINGS)
 def test_serving_settings_keep_every_bit(alone, way: str) -> None:
     (folder, expected) = alone

@@ -128,6 +128,7 @@ def device_pairs(rest: Sequence[object]) -> list[Any]:
     ]
 
 
+@pytest.mark.default_cases("27B, 64 rows-jumping", "cpu-equal")
 @pytest.mark.parametrize(("name", "context"), device_pairs(tuple(CONTEXTS)))
 def test_adaptive_drafts_never_lose_two_percent(name: str, context: str) -> None:
     for seed, (workload, chance) in enumerate(WORKLOADS.items()):
@@ -136,6 +137,7 @@ def test_adaptive_drafts_never_lose_two_percent(name: str, context: str) -> None
         assert device.steps_lost < 4, f"{workload}: what the first trial costs, at no time more"
 
 
+@pytest.mark.default_cases("27B, 64 rows", "cpu")
 @pytest.mark.parametrize(("name", "clock"), device_pairs([(0.0, 0.0), (0.1, 0.01), (0.003, 0.2)]))
 def test_noisy_clock_loses_no_more(name: str, clock: tuple[float, float]) -> None:
     """clock: noise and spikes of a Device."""
@@ -147,6 +149,7 @@ def test_noisy_clock_loses_no_more(name: str, clock: tuple[float, float]) -> Non
     assert device.speed() > 0.93 * best(name, 0.9)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("chance", [0.0, 0.5, 0.7, 0.85, 1.0])
 def test_finds_the_best_count(name: str, chance: float) -> None:
@@ -161,6 +164,7 @@ def test_acceptance_is_learned_per_position() -> None:
     assert device.used[1] > 0.9 * device.used.total()
 
 
+@pytest.mark.default_cases("27B, 64 rows", "cpu")
 @pytest.mark.parametrize("name", DEVICES)
 def test_comes_back_when_drafts_are_accepted_again(name: str) -> None:
     device = Device(name, lambda t, i: 0.0 if t < 1500 else 0.9)

@@ -140,6 +140,7 @@ def cached_share(every: int, slots: int) -> float:
     return sched.cache.hit_tokens / sched.cache.query_tokens
 
 
+@pytest.mark.slow
 def test_rare_snapshots_are_hit_where_frequent_ones_are_evicted() -> None:
     """With space for 16 snapshots those of every page are evicted before a conversation
     continues."""

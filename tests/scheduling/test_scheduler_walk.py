@@ -305,6 +305,7 @@ def walk(
     return sched
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("query_len", [1, 4])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])

@@ -226,6 +226,7 @@ def test_cache_salt_separates_prefixes(server: SimpleNamespace) -> None:
     assert len(message) == 1
 
 
+@pytest.mark.default_cases("sampled0")
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 0.8, "seed": 11, "top_p": 0.9}])
 def test_completions_with_logprobs(
     server: SimpleNamespace, plain: LLM, sampled: dict[str, Any]
@@ -267,6 +268,7 @@ def test_prompt_logprobs_equal_python(server: SimpleNamespace, plain: LLM, multi
         assert direct[0] is None and len(direct) == len(out.prompt_token_ids)
 
 
+@pytest.mark.slow
 def test_completions_of_many_prompts(server: SimpleNamespace, plain: LLM) -> None:
     prompts = [CODE, "import os\n", "3, 6, 9,"]
     answer = complete(server, prompts, n=2, seed=5, temperature=0.9)

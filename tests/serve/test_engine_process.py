@@ -52,6 +52,7 @@ def wait_until(condition: Any) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_killed_engine_restarts_and_interrupt_ends_gracefully(server: Any) -> None:
     """Waiting requests get the same answers after the restart, and then Ctrl-C lets answers
     finish."""

@@ -37,6 +37,7 @@ def message_of(answer: Any) -> str:
     return result
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("path", COUNTED)
 @pytest.mark.parametrize(
     ("headers", "known"),

@@ -114,6 +114,7 @@ def over_http(choice: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.default_cases("max_tokens over max_new_tokens", "stop", "continued")
 @pytest.mark.parametrize("name", some_slow(CHATS, DEFAULT_CHATS))
 def test_chat_equals_python(server: Any, name: str) -> None:
     requested = CHATS[name]
@@ -131,6 +132,7 @@ def test_chat_equals_python(server: Any, name: str) -> None:
     assert [in_python(one) for one in out.outputs] == [over_http(c) for c in answer["choices"]]
 
 
+@pytest.mark.default_cases("truncated")
 @pytest.mark.parametrize("name", TEXTS)
 def test_completion_equals_python(server: Any, name: str) -> None:
     (out,) = server.llm.generate(CODE, server.llm.get_default_sampling_params(**TEXTS[name]))
@@ -141,6 +143,7 @@ def test_completion_equals_python(server: Any, name: str) -> None:
     assert (done.finish_reason, done.seed) == (choice["finish_reason"], choice["seed"])
 
 
+@pytest.mark.slow
 def test_default_parameters_equal_the_servers(server: Any) -> None:
     """generate() without parameters equals /v1/completions without, chat() equals
     /v1/chat/completions."""

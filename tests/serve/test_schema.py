@@ -73,8 +73,10 @@ OPERATIONS = [
 
 
 def attack(api: schemathesis.BaseSchema, method: str, path: str, examples: int) -> int:
-    """Send up to `examples` requests of an operation; return their number. A failure's message has
-    the request."""
+    """Send up to `examples` generated requests of an operation, and return how many were sent.
+
+    The message of a failure contains its request.
+    """
     sent = 0
 
     @given(case=api[path][method].as_strategy())

@@ -59,6 +59,7 @@ def greedy(oracle: Any, known: list[int], count: int, vocab: int) -> list[int]:
     return text[len(known) :]
 
 
+@pytest.mark.default_cases("llama", "fewer tokens")
 @pytest.mark.parametrize(
     ("family", "base", "changes"),
     [

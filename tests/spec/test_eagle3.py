@@ -129,6 +129,13 @@ VARYING_FORMS = ("llama", "latent attention for a latent target", "two layers")
 """Forms that are also tested with a varying number of drafts."""
 
 
+@pytest.mark.default_cases(
+    "a mixture",
+    "norms in front of fc",
+    "a latent target",
+    "a hybrid",
+    "three layers with biases and a normed state",
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_drafts_equal_the_paper(targets: dict[str, Any], tmp_path: Path, form: str) -> None:
     """At every step and in both rows, with chunked prompts."""
@@ -151,6 +158,7 @@ def test_drafts_equal_the_paper(targets: dict[str, Any], tmp_path: Path, form: s
     assert len(seen.drafts) > 9
 
 
+@pytest.mark.default_cases("llama")
 @pytest.mark.parametrize("form", VARYING_FORMS)
 def test_steps_without_drafts_store_head_state(
     targets: dict[str, Any], tmp_path: Path, form: str
@@ -227,6 +235,7 @@ def test_tensor_names_and_vocabulary_order_do_not_matter(
     assert drafts_with(folder, other) == expected
 
 
+@pytest.mark.default_cases("mine0")
 @pytest.mark.parametrize("mine", [(), ("lm_head.weight",), ("embed_tokens.weight",)])
 def test_head_and_embedding_are_own_or_shared(
     targets: dict[str, Any], tmp_path: Path, mine: tuple[str, ...]

@@ -36,8 +36,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_json(target: Path, method: str, *more: str) -> dict[str, Any]:
     """Return lockstep's JSON output."""
-    mine = target.parent / method
-    drafting = {"method": method, **({"model": str(mine)} if mine.exists() else {})}
+    draft_folder = target.parent / method
+    has_folder = draft_folder.exists()
+    drafting = {"method": method, **({"model": str(draft_folder)} if has_folder else {})}
     requested = (
         *more,
         "--model",
@@ -51,6 +52,7 @@ def run_json(target: Path, method: str, *more: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("method", LAYERS)
 @pytest.mark.parametrize("where", [("--load-format", "dummy"), ("--arch", "sm_90")], ids=" ".join)
 def test_explain_names_drafter_layers(target: Path, method: str, where: tuple[str, ...]) -> None:
@@ -70,15 +72,18 @@ def test_floor_counts_one_pass_per_draft(target: Path, method: str) -> None:
     assert actual["verify_floor_ms"] == none["verify_floor_ms"]
 
 
+@pytest.mark.default_cases("sm_90")
 @pytest.mark.parametrize("where", ["sm_80", "sm_90"])
 def test_reduced_draft_of_quantized_head(tmp_path: Path, where: str) -> None:
-    """As nvidia/Qwen3.6-35B-A3B-NVFP4: the head is quantized, and the draft uses some of its
-    rows."""
-    four = {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+    """The head is quantized and the draft module copies some of its rows.
+
+    nvidia/Qwen3.6-35B-A3B-NVFP4 has these settings.
+    """
+    nvfp4 = {"quant_algo": "W4A16_NVFP4", "group_size": 16}
     settings = {
         "quant_method": "modelopt",
         "quant_algo": "MIXED_PRECISION",
-        "quantized_layers": {"lm_head": four, "model.layers.0.mlp": four},
+        "quantized_layers": {"lm_head": nvfp4, "model.layers.0.mlp": nvfp4},
     }
     sizes = {"vocab_size": 8192, "tie_word_embeddings": False, "hidden_size": 256}
     folder = make_model(tmp_path / "m", CONFIG, **sizes, quantization_config=settings)

@@ -82,6 +82,7 @@ def assert_drafts_equal_answers_alone(folder: Path, seen: RecordedDrafts) -> Non
         assert drafts == expected, len(known)
 
 
+@pytest.mark.default_cases("gated delta net-3", "mamba-2-3")
 @pytest.mark.parametrize(("k", "flush"), [(1, 1), (3, 1), (15, 5)])
 def test_recurrent_drafts_equal_its_own_answers(
     folder: Path, k: int, flush: int, monkeypatch: pytest.MonkeyPatch
@@ -103,6 +104,7 @@ def test_recurrent_drafts_equal_its_own_answers(
     assert_drafts_equal_answers_alone(folder, seen)
 
 
+@pytest.mark.slow
 def test_flush_interval_changes_no_draft_with_16_bit_state(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +122,7 @@ def test_flush_interval_changes_no_draft_with_16_bit_state(
     assert actual[0] == actual[1]
 
 
+@pytest.mark.default_cases("mamba-2")
 def test_recurrent_draft_of_dense_target(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

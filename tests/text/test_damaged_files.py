@@ -139,6 +139,7 @@ def value_paths(value, path=()):
         )
 
 
+@pytest.mark.default_cases("tokenizer.json", "config.json")
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".json")])
 def test_wrong_values_raise_no_other_error(copy, name):
     """Replace every value of the file by wrong ones, within the time limit."""

@@ -37,6 +37,7 @@ def test_largest_prompts_fit_rows(maximum: int, rows: int, budget: int, lengths:
     assert largest_prompts(plan) == lengths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "settings"),
     [

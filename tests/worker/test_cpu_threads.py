@@ -113,6 +113,7 @@ def test_every_engine_step_sets_threads_by_work(monkeypatch: pytest.MonkeyPatch)
     assert set(seen) == {3}
 
 
+@pytest.mark.default_cases("None")
 @pytest.mark.parametrize(("drafter", "uneven"), [("mtp", False), (None, True)])
 def test_thread_count_changes_no_answer(
     drafter: str | None, uneven: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

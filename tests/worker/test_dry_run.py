@@ -92,6 +92,7 @@ def dry_engine_of(folder: Path, **settings: Any) -> DryEngine:
     )
 
 
+@pytest.mark.slow
 def test_working_memory_grows_with_tokens_and_rows(folder: Path) -> None:
     engine = dry_engine_of(folder)
     small, long, wide = (engine.working(*size) for size in ((2, 64), (2, 512), (32, 64)))

@@ -60,6 +60,7 @@ def test_explain_leaves_no_fake_tensors(tmp_path: Path) -> None:
     assert not [item for item in gc.get_objects() if type(item) is FakeTensor]
 
 
+@pytest.mark.slow
 def test_explicit_sizes_are_used_or_refused(folder: Path) -> None:
     needed = plan_of(folder, None)["needed_bytes"]
     plan = plan_of(folder, 24 * 10**9, max_num_seqs=7, max_num_batched_tokens=300)

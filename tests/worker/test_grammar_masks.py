@@ -127,6 +127,7 @@ ANY_COUNT = CheckHooks(draft_policy=random_draft_length)
 BUCKETS = {"row_buckets": (3, 4)}
 
 
+@pytest.mark.default_cases("mtp, preempted, one step ahead")
 @pytest.mark.parametrize(
     ("drafter", "hooks", "settings"),
     [
@@ -213,6 +214,7 @@ def run_freed(llm: LLM, kind: type[HistoryGrammar]) -> list[Any]:
     return [answer_of(request) for request in requests]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [None, "ngram", "mtp"])
 def test_free_grammar_fills_no_masks_and_changes_no_token(drafter: str | None) -> None:
     """Rows are preempted before and after their grammars become free, in batches with constrained

@@ -96,6 +96,7 @@ def test_every_format_has_token_bytes() -> None:
     assert {format.name for format in KV_FORMATS.values()} <= set(TOKEN_BYTES)
 
 
+@pytest.mark.default_cases("bfloat16", "int8_per_token_head", "turboquant_k3v4_nc")
 @pytest.mark.parametrize("kind", TOKEN_BYTES)
 def test_preemption_moves_quantized_bytes(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -15,6 +15,7 @@ from lockstep.worker import rows
 from tests.worker.row_table_model import PAGE, VOCAB, Walk, make_table, null_line
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("query_len", [1, 2, 4, 8])
 @pytest.mark.parametrize("seed", range(2))
 def test_row_table_random_walk(seed: int, query_len: int) -> None:

@@ -33,6 +33,7 @@ def generate_batch(
     return llm.generate([{"prompt_token_ids": p} for p in prompts], params)
 
 
+@pytest.mark.default_cases("0.3-1")
 @pytest.mark.parametrize(("chance", "drafts"), [(0.7, 3), (0.3, 1), (0.9, 7)])
 def test_synthetic_acceptance_rate(tiny: dict[str, Any], chance: float, drafts: int) -> None:
     """The acceptance length is 1 + p + ... + p^K, within 4 sigma of 1,600 tokens' steps."""
@@ -64,6 +65,7 @@ def test_missing_drafts_are_not_accepted(tiny: dict[str, Any]) -> None:
         assert m.num_accepted_tokens == m.num_draft_tokens < 3 * m.num_steps
 
 
+@pytest.mark.slow
 def test_synthetic_acceptance_depends_on_seed_only(tiny: dict[str, Any]) -> None:
     llm = make_engine("mtp", **tiny, synthetic_acceptance=0.6)
     params = [replace(PARAMS, seed=i) for i in range(4)]

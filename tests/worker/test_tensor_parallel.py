@@ -73,6 +73,9 @@ def generate(model: str | None, size: int, settings: dict[str, Any]) -> tuple[li
     return [answer(output) for output in outputs], llm.engine.fingerprint
 
 
+@pytest.mark.default_cases(
+    "bundled, three ranks, TurboQuant", "qwen3, EAGLE-3, four ranks, FP8 cache"
+)
 @pytest.mark.parametrize("name", CASES)
 def test_answers_do_not_depend_on_the_number_of_ranks(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -106,6 +109,7 @@ def test_audit_names_a_rank_with_another_table(monkeypatch: pytest.MonkeyPatch) 
         llm.generate(PROMPTS[0], GREEDY)
 
 
+@pytest.mark.default_cases("moe")
 @pytest.mark.parametrize("name", ["moe", "nemotron_h", "deepseek_v3"])
 def test_dummy_weights_do_not_depend_on_the_number_of_ranks(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -44,6 +44,7 @@ class LateStream(CopyStream):
             to.copy_(source)
 
 
+@pytest.mark.covering(strength=2)
 @pytest.mark.parametrize("max_copy_bytes", [24, 80, 1 << 20])
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("seed", range(4))

@@ -20,7 +20,7 @@ def _invert(a, x, C: tl.constexpr):
 
 
 @triton.jit
-def _walk(
+def _scan(
     a, b, out, heads, count: tl.constexpr, D: tl.constexpr, BV: tl.constexpr, BACK: tl.constexpr
 ):
     """Write the state before each chunk; BACK runs from the last chunk with transposed matrices.
@@ -61,7 +61,7 @@ class Invert(torch.autograd.Function):
         return -(x.mT @ grad @ x.mT)
 
 
-class Walk(torch.autograd.Function):
+class Scan(torch.autograd.Function):
     """States before each chunk: s[c + 1] = a[c] s[c] + b[c], s[0] = 0; [B, N, H, D, D] fp32."""
 
     @staticmethod
@@ -70,17 +70,17 @@ class Walk(torch.autograd.Function):
         b = b.contiguous()
         out = torch.empty_like(b)
         rows, count, heads, d = a.shape[:4]
-        _walk[(rows * heads, d // 16)](a, b, out, heads, count, d, 16, back, num_warps=4)
+        _scan[(rows * heads, d // 16)](a, b, out, heads, count, d, 16, back, num_warps=4)
         return out
 
     @staticmethod
     def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
-        before = Walk._run(a, b, False)
+        before = Scan._run(a, b, False)
         ctx.save_for_backward(a, before)
         return before
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
         a, before = ctx.saved_tensors
-        after = Walk._run(a, grad, True)
+        after = Scan._run(a, grad, True)
         return after @ before.mT, after

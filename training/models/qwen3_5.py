@@ -187,9 +187,9 @@ def invert(lower: Tensor) -> Tensor:
 def walk(a: Tensor, b: Tensor) -> Tensor:
     """Return the states before the chunks [B, chunks, H, K, V]."""
     if a.is_cuda:
-        from training.models.delta_rule_kernels import Walk
+        from training.models.delta_rule_kernels import Scan
 
-        return Walk.apply(a, b)
+        return Scan.apply(a, b)
     state = torch.zeros_like(b[:, 0])
     before = []
     for i in range(a.shape[1]):

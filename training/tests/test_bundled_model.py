@@ -54,6 +54,7 @@ def _calls(llm: LLM, request: str, tool: dict[str, Any]) -> list[Any]:
     return calls_in(out.text, [tool])
 
 
+@pytest.mark.default_cases("enum")
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_the_weather_in_paris_is_asked_of_the_tool(llm: LLM, spelling: str) -> None:
     tool, unit = SPELLINGS[spelling]

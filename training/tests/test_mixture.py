@@ -41,6 +41,7 @@ def test_the_folder_is_small(saved: tuple[Path, LanguageModel]) -> None:
     assert 9_000_000 < size < MAX_BYTES - 100_000
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_transformers_computes_what_is_trained(saved: tuple[Path, LanguageModel]) -> None:
     (folder, model) = saved
@@ -107,6 +108,7 @@ def test_muon_takes_the_experts_and_no_convolution() -> None:
     assert "conv1d.weight" in rest and "in_proj_qkv.weight" not in rest
 
 
+@pytest.mark.slow
 def test_a_few_steps_lower_the_loss() -> None:
     torch.manual_seed(0)
     model = Model(TINY)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import os
@@ -30,6 +32,7 @@ if child:
 """Two processes for one import of torch, with torchrun's settings."""
 
 
+@pytest.mark.slow
 def test_two_processes_average_and_agree(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

@@ -101,6 +101,7 @@ def test_losses_line_up_with_the_tokens_they_predict(tiny: Model) -> None:
         torch.testing.assert_close(part, ((losses * w).sum() / w.sum()).detach())
 
 
+@pytest.mark.slow
 def test_a_few_steps_lower_the_loss(tiny: Model) -> None:
     from training.optimizers import optimizers
 

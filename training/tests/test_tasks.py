@@ -34,6 +34,7 @@ def test_a_seed_gives_one_sample(task: str) -> None:
     assert first != [tasks.draw(seed, evaluation=True, task=task).pieces for seed in SEEDS]
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("task", tasks.TASKS)
 @pytest.mark.parametrize("evaluation", [False, True])
 def test_prompts_are_what_the_template_renders(task: str, evaluation: bool) -> None:

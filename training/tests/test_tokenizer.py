@@ -42,11 +42,11 @@ def test_marks_of_a_call_are_one_token_each(new: Tokenizer) -> None:
 
 def test_an_embedding_is_carried_over_by_spelling(new: Tokenizer) -> None:
     table = torch.randn(new.get_vocab_size(), 4)
-    torch.testing.assert_close(tokenizer.carry(table, new, new), table)
+    torch.testing.assert_close(tokenizer.transfer_embedding(table, new, new), table)
     old = Tokenizer.from_str(new.to_str())
     old.add_tokens(["nooon"])
     wider = torch.cat([table, torch.ones(1, 4)])
-    carried = tokenizer.carry(wider, old, new)
+    carried = tokenizer.transfer_embedding(wider, old, new)
     torch.testing.assert_close(carried, table)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.check.drafters import NONE
+from lockstep.check.drafters import NO_DRAFTER
 from lockstep.check.engines import CheckEngine
 from lockstep.check.judges.digests import RawLogits
 from lockstep.check.matrix.cases import Case
@@ -73,7 +73,7 @@ def run_oracle(plain: CheckEngine, report: Report) -> float:
     """Run the comparison, add it to the report, and return the largest difference."""
     oracle = load_oracle(plain.llm)
     tolerance = TOLERANCES[plain.engine.plan.dtype]
-    setup = Setup(NONE, 0, TRANSFORMERS, "none")
+    setup = Setup(NO_DRAFTER, 0, TRANSFORMERS, "none")
     params = SamplingParams(
         temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=0
     )

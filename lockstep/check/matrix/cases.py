@@ -102,5 +102,5 @@ def prefixes_to_cache(cases: tuple[Case, ...]) -> list[tuple[int, ...]]:
 
 
 def cyclic_slice(items: Sequence[T], count: int, index: int) -> list[T]:
-    """Return `count` items, starting where the previous turn ended."""
+    """Return `count` consecutive items of the repeated sequence, beginning at count * index."""
     return [items[(index * count + i) % len(items)] for i in range(count)]

@@ -80,9 +80,9 @@ def _run_shard(
     requested = requested_drafter(settings)
     drafter = requested["method"] if requested else own_drafter(checkpoint)
     engine_runs = [
-        (setup, list(batches(cases, size, turn)))
-        for turn, setup in enumerate(engines(size, plain.graph_modes, drafter))
-        if report.shard.has(turn)
+        (setup, list(batches(cases, size, index)))
+        for index, setup in enumerate(engines(size, plain.graph_modes, drafter))
+        if report.shard.has(index)
     ]
     report.num_matrix_cases = sum(
         len(batch.cases) for _, engine_batches in engine_runs for batch in engine_batches

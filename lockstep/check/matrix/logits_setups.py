@@ -7,7 +7,7 @@ from itertools import cycle, islice
 from typing import Any
 
 from lockstep.check import oracle_drafter
-from lockstep.check.drafters import NONE, speculative_config
+from lockstep.check.drafters import NO_DRAFTER, speculative_config
 from lockstep.check.matrix.cases import PREFIX_TAIL, Batch, Case, cyclic_slice
 from lockstep.check.matrix.setups import COLD, PREFIX_HIT, Setup
 from lockstep.sampling_params import SamplingParams
@@ -50,14 +50,14 @@ OWN_DRAFTS = 3
 class Size:
     """Size of the logits check.
 
-    num_rows: batch sizes. drafts: K in the first graph mode. mixed: K in the other graph modes.
-    chunks: number of chunk sizes per engine. alone: prompts per engine that run alone. long:
-    maximum length of the long prompt.
+    num_rows: batch sizes. drafts: each K in the first graph mode. other_mode_drafts: each K in the
+    other graph modes. chunks: number of chunk sizes per engine. alone: prompts per engine that run
+    alone. long: maximum length of the long prompt. max_tokens: output tokens per request.
     """
 
     num_rows: tuple[int, ...]
     drafts: tuple[int, ...]
-    mixed: tuple[int, ...]
+    other_mode_drafts: tuple[int, ...]
     chunks: int
     alone: int
     long: int
@@ -96,8 +96,8 @@ def engines(size: Size, graphs: tuple[str, ...], own_drafter: str | None) -> Ite
     own_drafter: drafter in the checkpoint, which one more engine uses, or None.
     """
     for graph in graphs:
-        for k in size.drafts if graph == graphs[0] else size.mixed:
-            yield Setup(oracle_drafter.NAME if k else NONE, k, COLD, graph)
+        for k in size.drafts if graph == graphs[0] else size.other_mode_drafts:
+            yield Setup(oracle_drafter.NAME if k else NO_DRAFTER, k, COLD, graph)
     if own_drafter:
         yield Setup(own_drafter, OWN_DRAFTS, COLD, graphs[0])
 

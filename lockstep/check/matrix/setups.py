@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from lockstep.check.drafters import NONE, hooks_of, speculative_config
+from lockstep.check.drafters import NO_DRAFTER, hooks_of, speculative_config
 from lockstep.worker.hooks import CheckHooks
 
 DRAFT_COUNTS = (1, 2, 3, 5, 7, 15)
@@ -30,21 +30,22 @@ BATCHES = ("alone", "batch of 7", "long prompt")
 class Size:
     """Size of a check.
 
-    alone: cases of the 8 that each engine runs alone; engines take different ones. company: short
-    cases of the 7 that share a batch with the long one. scenarios: number of random scenarios.
-    num_samples: sampled tokens of each test of a distribution.
+    max_tokens: output tokens per request. alone: number of the 8 cases that an engine runs alone;
+    engines take different ones. companions: number of the 7 short cases that share a batch with the
+    long one. scenarios: number of random scenarios. num_samples: sampled tokens of each test of a
+    distribution.
     """
 
     max_tokens: int
     alone: int
-    company: int
+    companions: int
     scenarios: int = 0
     num_samples: int = 0
 
     @property
     def answers(self) -> int:
         """Return the outputs per engine: single cases, the batch of 7, the long prompt's batch."""
-        return self.alone + ROWS + self.company
+        return self.alone + ROWS + self.companions
 
 
 SIZES = {
@@ -84,7 +85,7 @@ class Setup:
     def drafting(self) -> str:
         """Return "none", "drafter K=n", or "drafter K=0..n" where the number changes."""
         k = f"0..{self.k}" if self.changing else self.k
-        return f"{self.drafter} K={k}" if self.k else NONE
+        return f"{self.drafter} K={k}" if self.k else NO_DRAFTER
 
     def settings(self, small_chunks: bool = True) -> dict[str, Any]:
         """Return the LLM arguments of this engine."""
@@ -106,7 +107,7 @@ class Setup:
         return hooks_of(self.drafter, self.changing, preempt_every)
 
 
-PLAIN = Setup(NONE, 0, COLD, "none")
+PLAIN = Setup(NO_DRAFTER, 0, COLD, "none")
 """Plain run, which all others must equal: no drafts, alone, cold, eager, no chunked prefill."""
 
 
@@ -117,7 +118,7 @@ def setups(size: str, drafters: tuple[str, ...], graphs: tuple[str, ...]) -> lis
     graph modes at K 0, 3 and changing, and the first mode elsewhere. quick: every drafter, phase
     and graph mode. Scenarios cover the remaining combinations.
     """
-    drafting = [(NONE, 0, False), *product(drafters, DRAFT_COUNTS, (False,))]
+    drafting = [(NO_DRAFTER, 0, False), *product(drafters, DRAFT_COUNTS, (False,))]
     drafting += [(drafter, MAX_DRAFTS, True) for drafter in drafters]
     combinations = [Setup(d, k, p, g, c) for (d, k, c), p, g in product(drafting, PHASES, graphs)]
     if size == "full":
@@ -125,7 +126,7 @@ def setups(size: str, drafters: tuple[str, ...], graphs: tuple[str, ...]) -> lis
     if size == "default":
         chosen = [s for s in combinations if s.k in (0, *DEFAULT_COUNTS)]
         return [s for s in chosen if s.graph == graphs[0] or s.k in (0, 3) or s.changing]
-    sample = [(NONE, 0, False), (drafters[0], 3, False), (drafters[-1], MAX_DRAFTS, True)]
+    sample = [(NO_DRAFTER, 0, False), (drafters[0], 3, False), (drafters[-1], MAX_DRAFTS, True)]
     sample += [(drafter, 3, False) for drafter in drafters[1:-1]]
     return [
         Setup(d, k, PHASES[index % len(PHASES)], graphs[index % len(graphs)], changing)

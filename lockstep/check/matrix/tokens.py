@@ -63,8 +63,8 @@ def batches(cases: list[Case], size: Size, engine_index: int) -> list[Batch]:
     `engine_index` selects the single cases and the short cases in the batch of the long one.
     """
     *short, long = cases
-    companions = cyclic_slice(short, size.company, engine_index)
-    middle = (size.company + 1) // 2
+    companions = cyclic_slice(short, size.companions, engine_index)
+    middle = (size.companions + 1) // 2
     return [
         *(Batch(BATCHES[0], (case,)) for case in cyclic_slice(cases, size.alone, engine_index)),
         Batch(BATCHES[1], tuple(short)),
@@ -102,10 +102,10 @@ def _record_coverage(report: Report, engine: CheckEngine, setup: Setup, runs: li
     """Record the engine and the parameters of its requests as exercised."""
     if report.coverage is None:
         return
-    report.coverage.engine(engine.engine, setup.drafter)
+    report.coverage.record_engine(engine.engine, setup.drafter)
     for batch in runs:
         for case in batch.cases:
-            report.coverage.params(case.params)
+            report.coverage.record_params(case.params)
 
 
 def _run_batches(

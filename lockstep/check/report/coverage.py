@@ -6,7 +6,7 @@ The report lists what was not run, since the check proves nothing about it.
 from dataclasses import dataclass, field, fields
 
 from lockstep.check import oracle_drafter
-from lockstep.check.drafters import NONE
+from lockstep.check.drafters import NO_DRAFTER
 from lockstep.engine.engine import Engine
 from lockstep.kernels.backends import all_ops
 from lockstep.sampling_params import SamplingParams
@@ -40,16 +40,16 @@ class Coverage:
     drafters: set[str] = field(default_factory=set)
     parameters: set[str] = field(default_factory=set)
 
-    def engine(self, engine: Engine, drafter: str) -> None:
+    def record_engine(self, engine: Engine, drafter: str) -> None:
         """Record an engine with this drafter, or with "none"."""
         for choice in engine.explain()["layers"]:
             ran = {name.split(" ")[0] for name in choice["backend"].split(", ")}
             self.backends.setdefault(choice["op"], set()).update(ran)
             self.refused.setdefault(choice["op"], {}).update(choice["refused"])
-        if drafter != NONE:
+        if drafter != NO_DRAFTER:
             self.drafters.add(drafter)
 
-    def params(self, params: SamplingParams) -> None:
+    def record_params(self, params: SamplingParams) -> None:
         """Record the sampling parameters of a request."""
         for parameter in fields(params):
             if getattr(params, parameter.name) != parameter.default:

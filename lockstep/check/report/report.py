@@ -81,7 +81,7 @@ class Report:
         sampling: str = "all",
         position: int | None = None,
     ) -> None:
-        """Add a failure; the defaults describe one that concerns all requests."""
+        """Add a failure; the defaults describe a failure of all requests."""
         self.failures.append(Failure(setup, batch, request, sampling, position, what))
 
     def count(self, events: Counter[str]) -> None:

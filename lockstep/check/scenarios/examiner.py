@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from lockstep.check.drafters import NONE
+from lockstep.check.drafters import NO_DRAFTER
 from lockstep.check.engines import CheckEngine
 from lockstep.check.judges.answers import ACCEPTED, CACHED, DRAFTED, NO_ENDING, PREEMPTIONS
 from lockstep.check.judges.plain_runs import PlainRuns
@@ -82,35 +82,35 @@ class Examiner:
         if plain_difference is not None:
             return Examination(plain_difference, 1, Counter())
         try:
-            played = self.runner(scenario.kind).play(scenario, self.plain)
+            result = self.runner(scenario.kind).play(scenario, self.plain)
         except Exception as error:  # an engine that breaks has not given the plain answer
             # The engine's state is undefined now: the next scenario gets a new engine.
             self._runner = None
             what = f"raised {type(error).__name__}: {error}"
             refused = isinstance(error, LockstepError)
             return Examination(Difference(None, 0, None, what, refused=refused), 1, Counter())
-        count = sum(len(outputs) for outputs in played.answers)
+        count = sum(len(outputs) for outputs in result.answers)
         for index, (outputs, request) in enumerate(
-            zip(played.answers, scenario.requests, strict=True)
+            zip(result.answers, scenario.requests, strict=True)
         ):
-            expected = self.plain.answers(request.prompt, scenario.alone(request))
+            expected = self.plain.answers(request.prompt, scenario.plain_params(request))
             for completion, answer in enumerate(outputs):
                 aborted = answer.ending == NO_ENDING
                 mismatch = answer.first_difference(expected[completion], aborted)
                 if mismatch is not None:
                     difference = Difference(index, completion, *mismatch)
-                    return Examination(difference, count, played.events)
-        return Examination(None, count, played.events)
+                    return Examination(difference, count, result.events)
+        return Examination(None, count, result.events)
 
     def differs(self, scenario: Scenario) -> bool:
-        """Return whether the scenario differs. One that Lockstep refuses does not."""
+        """Return whether the scenario differs; a scenario that Lockstep refuses does not count."""
         difference = self.examine(scenario).difference
         return difference is not None and not difference.refused
 
     def _wrong_plain(self, scenario: Scenario) -> Difference | None:
         for index, request in enumerate(scenario.requests):
             try:
-                fault = self.plain.fault_of(request.prompt, scenario.alone(request))
+                fault = self.plain.fault_of(request.prompt, scenario.plain_params(request))
             except Exception as error:
                 what = f"the plain run raised {type(error).__name__}: {error}"
                 refused = isinstance(error, LockstepError)
@@ -171,16 +171,16 @@ def run_scenarios(
         scenario_started = time.monotonic()
         try:
             scenario = generator.scenario(index)
-        except Exception as error:  # scenarios aim by plain runs: the plain engine itself breaks
+        except Exception as error:  # the generator runs the plain engine, which may raise anything
             what = f"the plain run raised {type(error).__name__}: {error}"
-            setup = Setup(NONE, 0, SCENARIO, "none")
+            setup = Setup(NO_DRAFTER, 0, SCENARIO, "none")
             report.fail(setup, f"scenario {index} of seed {generator.seed}", what, "a plain run")
             return
         result = examiner.examine(scenario)
         required = (*REQUIRED_EVENTS, HOST_LOADS) if generator.loads_from_host(index) else required
         if report.coverage is not None:
             for request in scenario.requests:
-                report.coverage.params(request.sampling())
+                report.coverage.record_params(request.sampling())
         seconds = round(time.monotonic() - scenario_started, 2)
         failed = int(result.difference is not None)
         report.add(Tally(setup_of(scenario), result.answers, failed, seconds, f"scenario {index}"))
@@ -216,7 +216,7 @@ def _check_exercised(report: Report, required: tuple[str, ...]) -> None:
     """Report a failure for each required event that never occurred."""
     for name in required:
         if not report.exercised.get(name):
-            report.fail(Setup(NONE, 0, SCENARIO, "none"), "all", f"no scenario had {name}")
+            report.fail(Setup(NO_DRAFTER, 0, SCENARIO, "none"), "all", f"no scenario had {name}")
 
 
 def setup_of(scenario: Scenario) -> Setup:
@@ -273,7 +273,7 @@ def locate(scenario: Scenario, difference: Difference, examiner: Examiner) -> st
     # New plain runs: the cached ones would not run again, and their first id is plain-1.
     plain = PlainRuns(examiner.plain.engine)
     with traced(plain.engine, lambda row: row.id == plain_id) as plain_digests:
-        plain.answers(request.prompt, scenario.alone(request))
+        plain.answers(request.prompt, scenario.plain_params(request))
     try:
         runner = examiner.runner(eager.kind)
         with traced(runner.engine, lambda row: row.id == traced_id) as digests:

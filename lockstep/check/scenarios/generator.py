@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.check import oracle_drafter
-from lockstep.check.drafters import NONE
+from lockstep.check.drafters import NO_DRAFTER
 from lockstep.check.judges.answers import Answer
 from lockstep.check.judges.plain_runs import PlainRuns
 from lockstep.check.scenarios.scenario import (
@@ -85,7 +85,7 @@ def kinds_of(drafters: tuple[str, ...]) -> tuple[tuple[str, bool], ...]:
     oracle = oracle_drafter.NAME
     names = (oracle, *reversed(drafters))
     changing = [(name, True) for name in names]
-    return ((oracle, False), *changing, (NONE, False), *((name, False) for name in names))
+    return ((oracle, False), *changing, (NO_DRAFTER, False), *((name, False) for name in names))
 
 
 def kind_of(seed: int, group: int, drafters: tuple[str, ...], graphs: tuple[str, ...]) -> Kind:
@@ -101,7 +101,7 @@ def kind_of(seed: int, group: int, drafters: tuple[str, ...], graphs: tuple[str,
         "in_flight": rng.choice((1, 1, 2)),
         "graph": graphs[group % len(graphs)],
     }
-    if drafter == NONE:
+    if drafter == NO_DRAFTER:
         return Kind(**common)
     if changing:
         choices: tuple[int, ...] = (3, 7, 15)

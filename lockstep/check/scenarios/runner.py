@@ -49,7 +49,7 @@ class ScenarioRunner:
 
         Raises what the engine raises, and InvariantError. The runner may not be used after that.
         """
-        self._set(scenario)
+        self._install(scenario)
         if scenario.kind.drafter == oracle_drafter.NAME:
             self.engine.set_texts(oracle_texts(scenario, plain))
         for prompt in scenario.warm_prefixes:
@@ -92,7 +92,7 @@ class ScenarioRunner:
         check_no_leaks(self.engine.engine)
         return ScenarioResult(answers, events)
 
-    def _set(self, scenario: Scenario) -> None:
+    def _install(self, scenario: Scenario) -> None:
         """Install a scheduler and a cache with the scenario's limits, and poison the memory."""
         engine = self.engine.engine
         limits = scenario.limits
@@ -148,7 +148,7 @@ class ScenarioRunner:
             updated = engine.step()
             engine.scheduler.cache.check()
             for engine_request in updated:
-                if by_id[engine_request.id].take():
+                if by_id[engine_request.id].update():
                     engine.abort(engine_request.id)
         raise InvariantError(f"requests still run after {MAX_STEPS} steps")
 
@@ -171,7 +171,7 @@ def oracle_texts(scenario: Scenario, plain: PlainRuns) -> list[list[int]]:
     return [
         [*request.prompt, *answer.tokens]
         for request in scenario.requests
-        for answer in plain.answers(request.prompt, scenario.alone(request))
+        for answer in plain.answers(request.prompt, scenario.plain_params(request))
     ]
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.check.drafters import NONE, hooks_of, speculative_config
+from lockstep.check.drafters import NO_DRAFTER, hooks_of, speculative_config
 from lockstep.errors import ConfigError, choice_error
 from lockstep.sampling_params import SamplingParams
 from lockstep.settings import why_unread
@@ -36,7 +36,7 @@ class Kind:
     length. in_flight: steps launched ahead. graph: graph mode.
     """
 
-    drafter: str = NONE
+    drafter: str = NO_DRAFTER
     drafts: int = 0
     changing: bool = False
     lookup: int = 1
@@ -111,7 +111,8 @@ class Scenario:
     """Run of requests on one engine.
 
     warm_prefixes: prompts that are cached first, one after the other. poison_seed: seed of the
-    random values that fill all memory beforehand. draws: seed of the numbers of drafts per step.
+    random values that fill all memory beforehand. draws: seed of the random numbers of drafts per
+    step.
     """
 
     kind: Kind
@@ -121,7 +122,7 @@ class Scenario:
     poison_seed: int = 0
     draws: int = 0
 
-    def alone(self, request: ScenarioRequest) -> SamplingParams:
+    def plain_params(self, request: ScenarioRequest) -> SamplingParams:
         """Return a request's parameters for its plain run.
 
         The plain engine has a larger max_model_len, so max_tokens ends the output where this

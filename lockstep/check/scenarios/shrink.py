@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from lockstep.check.drafters import NONE
+from lockstep.check.drafters import NO_DRAFTER
 from lockstep.check.scenarios.scenario import Kind, Limits, Scenario, ScenarioRequest
 
 
@@ -51,7 +51,7 @@ def _simpler_engine(scenario: Scenario) -> Iterator[Scenario]:
         if getattr(limits, name) != default and not (name == "rows" and kind.buckets[-1] < default):
             yield replace(scenario, limits=replace(limits, **{name: default}))
     if kind.drafts:
-        yield replace(scenario, kind=replace(kind, drafter=NONE, drafts=0, changing=False))
+        yield replace(scenario, kind=replace(kind, drafter=NO_DRAFTER, drafts=0, changing=False))
     if kind.changing:
         yield replace(scenario, kind=replace(kind, changing=False))
     for drafts in (d for d in (1, 2, 3) if d < kind.drafts):

@@ -1,4 +1,4 @@
-"""Floors: minimum times of a step and a prompt, alone or next to a run."""
+"""Roofline floors of a step and a prompt: printed alone, or next to measured figures."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ def has_weights(settings: dict[str, Any]) -> bool:
 
 
 def _sketch(folder: Path, dtype: str, config: "EngineConfig") -> "Sketch":
+    """Build the model of an engine config without memory. dtype: name without "torch."."""
     import torch
 
     from lockstep.bench.floor import sketch
@@ -37,7 +38,7 @@ def _sketch(folder: Path, dtype: str, config: "EngineConfig") -> "Sketch":
     return sketch(folder, torch_dtype, config.speculative_config, config.quantization, *formats)
 
 
-def show_floor_alone(settings: dict[str, Any], batch_size: int, input_len: int, json: bool) -> None:
+def print_floor(settings: dict[str, Any], batch_size: int, input_len: int, json: bool) -> None:
     """Print the floors of a checkpoint without weights."""
     from lockstep.bench.floor import describe_floors, prompt_floor, step_floor
     from lockstep.config import EngineConfig
@@ -63,12 +64,15 @@ def show_floor_alone(settings: dict[str, Any], batch_size: int, input_len: int, 
     result |= describe_floors(step, prompt)
     if not json:
         Console(highlight=False).print(floor_table(step, prompt))
-        note(f"{folder} holds no weights, so nothing was run; --load-format dummy runs it")
+        note(f"{folder} has no weights, so nothing was run; --load-format dummy runs it")
     print_result(result, json)
 
 
 def floors_of_run(llm: "LLM", figures: "Figures") -> "tuple[StepFloor, Floor]":
-    """Return the floors of the run's mean step, with half of an output cached, and mean prompt."""
+    """Return the floors of the run's mean step and of its mean prompt.
+
+    The mean step has the prompt and half of the output in the cache.
+    """
     from lockstep.bench.floor import prompt_floor, step_floor
 
     engine = llm.engine

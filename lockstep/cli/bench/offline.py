@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from lockstep.cli.bench.floor import floors_of_run, has_weights, show_floor_alone
+from lockstep.cli.bench.floor import floors_of_run, has_weights, print_floor
 from lockstep.cli.bench.shared import MAX_CONTEXT, MAX_RUNS, Json, Temperature, round_floats
 from lockstep.cli.bench.tables import figures_table, floor_table, over_floor, trace_table
 from lockstep.cli.options import engine_options
@@ -77,7 +77,7 @@ def offline(
     settings["max_num_seqs"] = batch_size
     _choose_drafts(settings, num_speculative_tokens, synthetic_acceptance)
     if floor and not has_weights(settings):
-        show_floor_alone(settings, batch_size, input_len, json)
+        print_floor(settings, batch_size, input_len, json)
         return
     if trace:
         check_writable("trace", trace)

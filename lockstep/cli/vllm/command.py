@@ -10,7 +10,7 @@ from lockstep.flags.flag import Kind
 from lockstep.flags.table import GROUPS, all_flags
 
 OWN_GROUP = "Lockstep only"
-"""Group of options whose settings no flag of vLLM sets."""
+"""Group of `--help` for options whose settings no flag of vLLM sets."""
 
 
 class FlagCommand(PlainCommand):
@@ -36,6 +36,7 @@ class FlagCommand(PlainCommand):
 
 @cache
 def _panels() -> dict[str, str]:
+    """Return setting -> group of `--help`; the first group of the table wins."""
     return {
         flag.setting.partition(".")[0]: group
         for group, flags in reversed(GROUPS.items())

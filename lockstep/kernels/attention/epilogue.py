@@ -2,9 +2,9 @@
 """Epilogue of attention: rotate the output back, round it, multiply it by its gate.
 
 A rotation adds numbers of a whole block of columns, so it runs in kernels in which one warp has
-them all. Triton 3.6 loses part of a sum over reshaped values that are spread across warps of two
-dimensions, as those of a product by 8 warps are. Kernels that multiply therefore leave fp32, and
-finish_rotated does the rest.
+them all. Hazard: Triton 3.6 loses part of a sum over reshaped values if these are spread across
+warps in two dimensions. A product by 8 warps has such a layout. Kernels that multiply therefore
+store fp32, and finish_rotated rotates, rounds and gates it.
 """
 
 import triton
@@ -28,8 +28,8 @@ def store_output(
 ):  # fmt: skip
     """Round result [columns, ROWS] and multiply it by its rounded output gate, if there is one.
 
-    ROTATION_BLOCK: numbers of a value that are rotated together and are rotated back first; 0:
-    none.
+    ROTATION_BLOCK: columns that one rotation covers; the result is rotated back before it is
+    rounded. 0: no rotation.
     """
     if ROTATION_BLOCK > 0:
         result = rotate_back(result, seed, column, ROTATION_BLOCK)

@@ -21,9 +21,11 @@ from lockstep.kernels.formats.kv import QuantizedKV
 from lockstep.kernels.formats.kv.launch import KVOperand, kv_operand
 
 SCRATCH_BYTES = 160 << 20
-"""Maximum bytes of keys and values that are dequantized at once, or those of one row and KV head if
-they are more. Rows, then KV heads, are processed in groups. All heads of a row of 32,768 tokens of
-the 27B or the 8B fit, one head of a row of 125,000."""
+"""Maximum bytes of the scratch. One row and KV head may exceed it.
+
+Rows, then KV heads, are processed in groups that fit. All heads of a row of 32,768 tokens of the
+27B or the 8B fit, and one head of a row of 125,000.
+"""
 
 
 @triton.jit(do_not_specialize=["table_stride", "columns", "first_head", "layer_constant"])

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """Register layouts of one warp's mma.sync (m16n8k16) operands, in Gluon.
 
-Columns of a head are multiplied in groups of 16, as by every instruction path. Within a group the
-tensor core of sm_90 adds in any order to the same bits. A thread may therefore hold four
-neighbouring columns: position s of a group contains column 4 (s % 8 // 2) + 2 (s // 8) + s % 2.
+Columns of a head are multiplied in groups of 16 (the K of one instruction). Within a group the
+order of the columns changes no bit on sm_90. A thread may therefore hold four neighbouring columns:
+position s of a group contains column 4 (s % 8 // 2) + 2 (s // 8) + s % 2.
 """
 
 from triton.experimental import gluon

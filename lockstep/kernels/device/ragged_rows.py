@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def row_of(cu_seqlens, starts, s):
-    """Return a row's first token, its token count, and the tokens that are cached before them.
+    """Return a row's first token, its token count, and the number of tokens cached before it.
 
     cu_seqlens: pointer to the rows' first tokens. starts: pointer to the rows' cached tokens. s:
     row.

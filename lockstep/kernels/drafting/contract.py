@@ -26,9 +26,9 @@ def mtp_inputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the inputs of a draft module from a committed step.
 
-    history [R, L] int64; the others as in Step and Verdict; window: W. Returns next_tokens [T]
-    int64: the token after each token of the step; last [S] int64: index into T of each row's last
-    committed token; sample_at [S, 1] int64: position of the draft that is sampled there.
+    history [R, L] int64; the other tensors as in StepContext and Verdict; window: W. Returns
+    next_tokens [T] int64: the token after each token of the step; last [S] int64: index into T of
+    each row's last committed token; sample_at [S, 1] int64: position of the first draft.
     """
     columns = (positions + 1).clamp_max_(history.shape[1] - 1)
     next_tokens = history[row_ids[token_rows], columns]

@@ -1,12 +1,16 @@
 """Groups of ranks: what they are and how tensors of equal shape travel between them."""
 
 import threading
+from abc import ABC, abstractmethod
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from lockstep.kernels.exchange.device_push import Peers
 
 POLL_SECONDS = 0.5
 """Interval at which an exchange over gloo looks whether its group was closed."""
@@ -14,28 +18,32 @@ ABORT_SECONDS = 5.0
 """Seconds that NCCL has to abort."""
 
 
-class RankGroup(Protocol):
-    """Ranks that compute one model together. index: of this rank, 0 to size - 1."""
+class RankGroup(ABC):
+    """Ranks that compute one model together.
 
-    @property
-    def index(self) -> int: ...
+    index: of this rank, 0 to size - 1. peers: memory of all ranks' GPUs, where each GPU writes that
+    of all others, else None.
+    """
 
-    @property
-    def size(self) -> int: ...
+    index: int
+    size: int
+    peers: "Peers | None" = None
 
+    @abstractmethod
     def all_gather(self, local: Tensor) -> Tensor:
         """Return every rank's tensor [size, ...]; `local` has the same shape on all ranks.
 
         Raises RuntimeError where a rank has ended or does not answer in time.
         """
-        ...
 
-    def close(self) -> None:
+    def check(self) -> None:  # noqa: B027
+        """Raise ComputeError if an exchange ended without a rank."""
+
+    def close(self) -> None:  # noqa: B027
         """Leave the group: exchanges that still wait for another rank end by an error."""
-        ...
 
 
-class Alone:
+class Alone(RankGroup):
     """Group of a single rank."""
 
     index = 0
@@ -45,15 +53,12 @@ class Alone:
         """Return the tensor as [1, ...]."""
         return local[None]
 
-    def close(self) -> None:
-        """See RankGroup."""
-
 
 ALONE = Alone()
 """The group of a rank without peers."""
 
 
-class DryGroup:
+class DryGroup(RankGroup):
     """Group whose tensors have shapes and no values: for dry runs of a step."""
 
     def __init__(self, index: int, size: int) -> None:
@@ -64,15 +69,13 @@ class DryGroup:
         """Return an unfilled tensor [size, ...]."""
         return local.new_empty(self.size, *local.shape)
 
-    def close(self) -> None:
-        """See RankGroup."""
 
-
-class GlooGroup:
+class GlooGroup(RankGroup):
     """Group of processes that exchange tensors of CPUs by gloo.
 
-    seconds: time after which a rank that does not answer is an error. address: of this host, by
-    which the other ranks reach it; None for gloo's own choice.
+    seconds: time after which a rank that does not answer is an error. address: of this host,
+    by which the other ranks reach it; None for gloo's own choice. Connections end with the
+    processes of the ranks.
     """
 
     def __init__(
@@ -107,11 +110,11 @@ class GlooGroup:
         return gathered
 
     def close(self) -> None:
-        """See RankGroup. Connections end with the processes of the ranks."""
+        """See RankGroup."""
         self._closed.set()
 
 
-class NcclGroup:
+class NcclGroup(RankGroup):
     """Group of processes that exchange tensors of GPUs by NCCL, also inside CUDA graphs."""
 
     def __init__(self, store: dist.Store, index: int, size: int, seconds: float) -> None:
@@ -130,5 +133,9 @@ class NcclGroup:
     def close(self) -> None:
         """See RankGroup. Without an abort, NCCL waits for graphs that hold its kernels."""
         aborting = threading.Thread(target=self._group.abort, daemon=True)
-        aborting.start()
-        aborting.join(ABORT_SECONDS)
+        try:
+            aborting.start()
+        except RuntimeError:  # at the interpreter's end no thread can be started
+            self._group.abort()
+        else:
+            aborting.join(ABORT_SECONDS)

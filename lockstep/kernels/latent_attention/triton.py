@@ -377,7 +377,7 @@ class Partition:
 def choose_partition(
     rows: int, query_len: int, heads: int, latent: int, num_keys: int, tile: Tile
 ) -> Partition:
-    """Return the partition for static sizes. keys: maximum keys of a row."""
+    """Return the partition of the keys for static sizes. num_keys: maximum keys of a row."""
     row_blocks = rows * triton.cdiv(query_len * heads, tile.rows)
     partial_bytes = rows * query_len * heads * (latent + 2) * 4
     idle = row_blocks * triton.cdiv(num_keys, tile.span) < TARGET_CTAS

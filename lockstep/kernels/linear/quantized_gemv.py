@@ -580,8 +580,8 @@ def _load_rows(
 
 @triton.jit
 def _row_pointers(weight, row, q, FORMAT: tl.constexpr, ZEROS: tl.constexpr):
-    """Return where a row begins: (address of its words for lanes of this q, pointer to its scales,
-    to its zero points, its factor, extra).
+    """Return the start of a row: (address of its words for lanes of this q, pointer to its scales,
+    pointer to its zero points, its factor, extra).
 
     row: int64. extra: of a GgufWeight, (address of its high words, pointers to its bases and to the
     bases of its minima).

@@ -41,7 +41,7 @@ MAX_TOKENS = TIMED[-1]
 """Tokens. With more, the weight is dequantized into memory first."""
 MAX_TOKENS_BY_RULE = 512
 """Maximum tokens of the pipeline kernels for a shape that is not in the table
-(docs/decisions/0033-shares-of-many-tokens.md)."""
+(docs/decisions/0033-stream-k-at-many-tokens.md)."""
 MAX_COMPILER_TOKENS = 256
 """Maximum tokens of tiles that the compiler lays out; an estimate."""
 MAX_WEIGHTS = 64
@@ -173,8 +173,9 @@ PIPELINE_TILES = {
     ),
 }
 """Maximum tokens -> (m, n, k, warps, stages with 4 bits, registers, mma_sync) of the pipeline.
-Tiles that were never the fastest are gone: up to 64 tokens docs/decisions/0016-packed-ring.md, from
-65 to 256 tokens 0018-wide-rings.md."""
+Tiles that were never the fastest are gone: up to 64 tokens
+docs/decisions/0016-quantized-tma-pipeline.md, from 65 to 256 tokens 0018-wide-pipelines.md.
+"""
 
 
 MIN_GEMV_TOKENS = 8
@@ -184,7 +185,7 @@ MIN_STREAM_K_WARPS = 8
 work ranges are slower than an uneven wave of tiles."""
 STREAM_K_FIRST = 128
 """Tokens of a tile from which on stream-K was nearly always the fastest
-(docs/decisions/0033-shares-of-many-tokens.md)."""
+(docs/decisions/0033-stream-k-at-many-tokens.md)."""
 PRODUCER_WARPS = 4
 """Warps of the producer partition, besides the consumer warps; one of them issues copies."""
 BARRIER_BYTES = 1024
@@ -288,8 +289,8 @@ def candidates(tokens: int, split_k: int, bits: int = 4) -> list[QuantizedTile]:
     """Return at most twenty tiles worth timing on Hopper, for weights of this width.
 
     The first one serves where nothing was timed: a pipeline tile, which was the fastest of nearly
-    every format and shape (docs/decisions/0016-packed-ring.md, 0033); above MAX_TOKENS_BY_RULE
-    DEQUANTIZE_FIRST.
+    every format and shape (docs/decisions/0016-quantized-tma-pipeline.md, 0033); above
+    MAX_TOKENS_BY_RULE DEQUANTIZE_FIRST.
     """
     pipeline = _pipeline_tiles(tokens, split_k, bits)
     if tokens <= 32:

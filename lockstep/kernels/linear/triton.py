@@ -181,5 +181,5 @@ def linear_triton(
 ) -> Tensor:
     """See lockstep.kernels.linear.contract.linear. Last strides must be 1."""
     n, k = weight.shape
-    tile = lookup(x.shape[0], n, k, weight.dtype, _arch_name(x.device))
+    tile = lookup(x.shape[0], n, k, weight.dtype, _arch_name(x.device), split_k)
     return launch(x, weight, split_k, tile, allow_partials, out)

@@ -178,6 +178,12 @@ VERY_NARROW = 512
 """Maximum outputs where small tiles are the rule's first choice: 96 x 5120 and 64 x 2048 are within
 7 % of their best by it at 32 to 2,048 tokens, where wide tiles take twice as long."""
 
+RULE_COLUMNS = 512
+"""Minimum columns of a weight that the rule for weights without measurements serves."""
+RULE_WIDTH = 10_000
+"""Outputs from which on it takes wide tiles; twice as many at up to 64 tokens, three fifths for a
+prompt."""
+
 
 def _narrow_tiles(tokens: int) -> list[Tile]:
     """Return tiles for more than 16 tokens and few outputs.
@@ -225,7 +231,7 @@ def _fallback_tile(tokens: int, dtype: torch.dtype) -> Tile:
 
 
 def candidates(tokens: int, n: int, k: int, dtype: torch.dtype, split_k: int = 1) -> list[Tile]:
-    """Return tiles worth timing on Hopper, the first of which serves where nothing was timed."""
+    """Return tiles worth timing on Hopper."""
     if dtype == torch.float32:
         return list(_fp32_tiles(tokens))
     if tokens <= 32:
@@ -272,18 +278,50 @@ def save_table(table: Mapping[str, Mapping[int, Any]], path: Path = TABLE) -> No
     path.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
 
 
+def _rule_tile(tokens: int, n: int, k: int, dtype: torch.dtype, split_k: int) -> Tile:
+    """Return a tile on Hopper for a weight that was not timed, such as a rank's share of columns.
+
+    H200, shares of Qwen3.6-27B and 35B-A3B for two ranks: within 11 % of the best tile at 1 to 64
+    tokens, 12 % at 256 and 2,048. The first candidates took up to 2.6 times as long there, since
+    few outputs need CTAs along K as well (docs/lab/linear.md).
+    """
+    timed = candidates(tokens, n, k, dtype, split_k)
+    if dtype == torch.float32 or n <= VERY_NARROW or k < RULE_COLUMNS:
+        return timed[0]
+    ctas_k = min(split_k, 2)
+    if tokens <= 16:
+        return Tile(16, 64, 256, 4, 5, ctas_k, swap=True, tma=True)
+    if tokens <= 32:
+        return Tile(32, 64, 256, 4, 3, ctas_k, swap=True, tma=True)
+    if tokens <= 64 and ctas_k > 1:
+        return Tile(64, 64, 128, 4, 6, ctas_k, swap=True, tma=True)
+    if tokens <= 64:
+        wide = n >= 2 * RULE_WIDTH
+        return Tile(64, 96, 64, 4, 5, tma=True) if wide else Tile(64, 64, 256, 4, 3, 1, True, True)
+    if tokens <= 256 and n < RULE_WIDTH:
+        m, width = (128, 64) if ctas_k > 1 else (64, 128)
+        return Tile(m, width, 64, 4, 4, ctas_k, tma=True)
+    if tokens <= 256 or n <= NARROW:
+        return timed[0]
+    if n < RULE_WIDTH * 3 // 5:
+        return Tile(128, 128, 64, 4, 3, tma=True)
+    return Tile(256, 128, 64, 8, 4, tma=True)
+
+
 @cache
-def _choose_tile(first: int, n: int, k: int, dtype: torch.dtype, arch: str) -> Tile:
+def _choose_tile(first: int, n: int, k: int, dtype: torch.dtype, arch: str, split_k: int) -> Tile:
     known = load_table().get(_table_key(n, k, dtype, arch), {})
     timed = [count for count in known if count <= first]
     if timed:
         return known[max(timed)]
-    return candidates(first, n, k, dtype)[0] if arch == "sm90" else _fallback_tile(first, dtype)
+    if arch != "sm90":
+        return _fallback_tile(first, dtype)
+    return _rule_tile(first, n, k, dtype, split_k)
 
 
-def lookup(tokens: int, n: int, k: int, dtype: torch.dtype, arch: str) -> Tile:
+def lookup(tokens: int, n: int, k: int, dtype: torch.dtype, arch: str, split_k: int = 1) -> Tile:
     """Return the tile for `tokens` rows of a weight [n, k] on a GPU of an architecture."""
-    return _choose_tile(bucket(tokens), n, k, dtype, arch)
+    return _choose_tile(bucket(tokens), n, k, dtype, arch, split_k)
 
 
 def seconds(run: Callable[[T], object], weights: Sequence[T]) -> float:

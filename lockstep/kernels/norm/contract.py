@@ -57,7 +57,7 @@ def gated_group_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Ten
     """Compute y / rms(y) * weight with y = x * silu(gate) in fp32, rounded once to gate's dtype.
 
     x [..., G, D] fp32, gate [..., G, D], weight [G, D]. The gate comes before the norm, and each of
-    the G groups is normed on its own (Mamba-2).
+    the G groups has a separate norm (Mamba-2).
     """
     y = x * silu(gate.float())
     return (_normalize(y, eps) * weight.float()).to(gate.dtype)

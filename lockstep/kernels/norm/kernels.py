@@ -35,6 +35,16 @@ def rms_norm_kernel(
 
 
 @triton.jit
+def store_sum_and_norm(x, delta, scale, total, out, offs, eps, D: tl.constexpr):
+    """Store the rounded sum of one row of x, fp32, and of delta, and the sum's norm times scale."""
+    added = (x + delta.to(tl.float32)).to(total.dtype.element_ty)
+    tl.store(total + offs, added, mask=offs < D)
+    # The norm reads the rounded sum: that is what the next layer's residual is.
+    values = _normalize(added, eps, D) * scale
+    tl.store(out + offs, values.to(out.dtype.element_ty), mask=offs < D)
+
+
+@triton.jit
 def add_rms_norm_kernel(
     x, parts, weight, total, out, inner, x_outer, x_inner, part, part_outer, part_inner, eps,
     offset, PARTS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
@@ -51,11 +61,7 @@ def add_rms_norm_kernel(
     added = tl.load(x + offs, mask=offs < D, other=0.0).to(tl.float32)
     # Rounded to the residual's dtype before the addition, as two separate ops would.
     delta = load_tree_sum(parts, offs, part, offs < D, PARTS).to(total.dtype.element_ty)
-    added = (added + delta.to(tl.float32)).to(total.dtype.element_ty)
-    tl.store(total + row * D + offs, added, mask=offs < D)
-    # The norm reads the rounded sum: that is what the next layer's residual is.
-    values = _normalize(added, eps, D) * scale
-    tl.store(out + row * D + offs, values.to(out.dtype.element_ty), mask=offs < D)
+    store_sum_and_norm(added, delta, scale, total + row * D, out + row * D, offs, eps, D)
 
 
 @triton.jit

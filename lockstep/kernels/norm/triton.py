@@ -21,8 +21,11 @@ MAX_WIDTH = 16384
 THREAD_ELEMENTS = 8
 """Elements per thread: a load of 16 bytes for 16-bit elements."""
 CTA_ELEMENTS = 1024
-"""Elements of narrow rows per CTA. An H200 starts at most 1.6 CTAs per ns: times in
-docs/kernels/norm.md."""
+"""Elements of narrow rows per CTA.
+
+An H200 starts at most 1.6 CTAs per ns, so one CTA per narrow row would be limited by that rate
+(times in docs/kernels/norm.md).
+"""
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:

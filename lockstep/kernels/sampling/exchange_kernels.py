@@ -89,7 +89,7 @@ def propose_kernel(
     WORDS: tl.constexpr, GROUPS_AT: tl.constexpr, LOGITS_AT: tl.constexpr,
     LOGIT_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Pack the record of one logit row, and store how many of its words are needed.
+    """Pack the record of one logit row, and store how many halves of its words are needed.
 
     records [N, WORDS] int32. numbers, packed: the same memory as fp32 and in the logits' dtype, of
     which LOGIT_WORDS fill a word.
@@ -106,7 +106,7 @@ def propose_kernel(
     )  # fmt: skip
     tl.store(numbers + BEST, top)
     tl.store(record + BEST_INDEX, chosen + FIRST)
-    words = tl.full((), HEADER, tl.int32)
+    halves = tl.full((), 2 * HEADER, tl.int32)
     if filters(use):
         lane = tl.arange(0, LANES)
         peak = tl.load(peaks + at * GROUPS + lane, mask=lane < GROUPS, other=float("-inf"))
@@ -120,8 +120,8 @@ def propose_kernel(
             record, numbers, packed + (at * WORDS + LOGITS_AT) * LOGIT_WORDS, logits,
             peaks + at * GROUPS, keys >= bound, VOCAB, FIRST, LANES, GROUP, TILE, GROUPS_AT,
         )  # fmt: skip
-        words = tl.full((), WORDS, tl.int32)
-    tl.store(needed + at, words)
+        halves = tl.full((), 2 * WORDS, tl.int32)
+    tl.store(needed + at, halves)
 
 
 @triton.jit

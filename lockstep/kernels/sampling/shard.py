@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 VOCABULARY_TILE = 2048
@@ -98,13 +99,15 @@ class LogitShard:
         return self.exchange(logits, self.widths, needed=needed)
 
     def gather_records(self, records: Tensor, needed: Tensor | None = None) -> Tensor:
-        """Return every rank's records [T, ranks, W] from this rank's [T, W].
+        """Return every rank's records [T, ranks, W] int32 from this rank's [T, W].
 
-        needed [T] int32: number of leading columns that are read.
+        needed [T] int32: number of leading halves of words that are read.
         """
-        size = records.shape[1]
-        whole = self.exchange(records, (size,) * self.ranks, needed=needed)
-        return whole.view(len(records), self.ranks, size)
+        # Values of 16 bits cross fastest. Nothing computes with them.
+        halves = records.view(torch.bfloat16)
+        size = halves.shape[1]
+        whole = self.exchange(halves, (size,) * self.ranks, needed=needed)
+        return whole.view(torch.int32).view(len(records), self.ranks, -1)
 
     def record_bytes(self, itemsize: int) -> int:
         """Return the bytes that a rank sends of a row that filters, with logits of itemsize."""

@@ -23,7 +23,7 @@ from lockstep.serve.anthropic.schema import (
     TokenCount,
 )
 from lockstep.serve.http.errors import MessagesError, messages_error, status_and_body
-from lockstep.serve.openai.conversation import late_system_message
+from lockstep.serve.openai.conversation import naming_late_system_message
 from lockstep.serve.requests.active_request import ActiveRequest, OutputDelta, Usage
 from lockstep.serve.requests.body_models import renamed_fields
 from lockstep.serve.requests.content_blocks import BlockChange, ContentBlock, ContentBlocks
@@ -40,7 +40,7 @@ MessageEvent = (
 async def count_tokens(service: Service, body: CountRequest) -> TokenCount:
     """Return the number of tokens of a prompt. Raises RequestError."""
     chat = body.chat()
-    with renamed_fields(SENT_NAMES), late_system_message("messages", body.roles):
+    with renamed_fields(SENT_NAMES), naming_late_system_message("messages", body.roles):
         service.check_model(chat.model)
         conversation = await asyncio.to_thread(chat.render, service.processor)
     return {"input_tokens": len(conversation.ids)}
@@ -68,7 +68,7 @@ class MessagesWriter(ResponseWriter):
     async def start(cls, service: Service, body: MessagesRequest, is_small: bool = False) -> Self:
         """Submit a request and return its writer. Raises as Service.submit does."""
         chat = body.chat()
-        with renamed_fields(SENT_NAMES), late_system_message("messages", body.roles):
+        with renamed_fields(SENT_NAMES), naming_late_system_message("messages", body.roles):
             active = await service.submit(chat, ID_PREFIX, is_small)
         return cls(active, body, chat.include_reasoning, chat.parallel_tool_calls)
 
@@ -166,7 +166,7 @@ class MessagesWriter(ResponseWriter):
 
 
 def _addition(change: BlockChange) -> BlockAddition:
-    """Return what a block that grows gets."""
+    """Return the delta object of a block that grows."""
     match change.block.kind:
         case "text":
             return {"type": "text_delta", "text": change.text}
@@ -191,7 +191,7 @@ def _float_or_text(text: str) -> float | str:
 
 
 def _message_end(delta: OutputDelta, num_calls: int, max_tokens: int) -> MessageEnd:
-    """Return why a message ended; nulls before its end. Raises ComputeError for a fault.
+    """Return the stop reason of a message; nulls before its end. Raises ComputeError for a fault.
 
     max_tokens: limit of the request. The model's context may have ended the message earlier.
     """

@@ -104,7 +104,7 @@ class ServerCallBlock(Nested):
     input: dict[str, Any]
 
 
-def _readable(value: Any) -> Any:
+def _text_result(value: Any) -> Any:
     """Return a result without encrypted fields. Raises ValueError for content that is no text."""
     return _without_encrypted(shallow(value))
 
@@ -156,7 +156,7 @@ class ServerResultBlock(Nested):
         "web_search_tool_result",
     ]
     tool_use_id: str = Field(max_length=MAX_ID)
-    content: Annotated[Any, BeforeValidator(_readable), WithJsonSchema(RESULT_SCHEMA)]
+    content: Annotated[Any, BeforeValidator(_text_result), WithJsonSchema(RESULT_SCHEMA)]
     is_error: bool = False
 
 
@@ -323,7 +323,7 @@ class CountRequest(Body):
         return chat_request(fields, SENT_NAMES)
 
     def _generation_only(self) -> list[str]:
-        """Return the fields of MessagesRequest that were sent to count the tokens of a prompt."""
+        """Return the sent fields that only MessagesRequest has; a token count ignores them."""
         return [name for name in self.model_extra or () if name in MessagesRequest.model_fields]
 
     def _other_fields(self) -> dict[str, Any]:

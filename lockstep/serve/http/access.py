@@ -10,7 +10,12 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lockstep.serve.http.errors import SHOWN, error_object, error_response, route_path
+from lockstep.serve.http.errors import (
+    MAX_SHOWN_CHARACTERS,
+    error_object,
+    error_response,
+    route_path,
+)
 from lockstep.serve.http.request_context import Header
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -87,7 +92,7 @@ class AccessMiddleware:
         if any(int(length[:20]) > self.rules.max_body_bytes for length in lengths):
             return refuse(413, self._too_large())
         if not self._is_allowed_host(headers):
-            shown = b", ".join(_values(headers, b"host")).decode("latin-1")[:SHOWN]
+            shown = b", ".join(_values(headers, b"host")).decode("latin-1")[:MAX_SHOWN_CHARACTERS]
             return refuse(400, f"Host {shown!r} is not served here; name it with --allowed-hosts.")
         is_open = not self._key_digests or route_path(scope) in OPEN_PATHS
         if not is_open and not self._has_valid_key(headers):

@@ -25,7 +25,7 @@ from lockstep.errors import (
 
 log = logging.getLogger("lockstep.serve")
 
-SHOWN = 200
+MAX_SHOWN_CHARACTERS = 200
 """Maximum characters of a client's own text that a message repeats."""
 
 
@@ -181,13 +181,13 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
-        route = f"{request.method} {request.url.path}"[:SHOWN]
+        route = f"{request.method} {request.url.path}"[:MAX_SHOWN_CHARACTERS]
         message = f"{route}: {getattr(error, 'detail', '')}"
         methods = _methods_of_path(request) if status == 405 else ""
         if methods:
             message = f"{message}; allowed: {methods}."
         if isinstance(error.__cause__, (ValueError, RecursionError)):
-            reason = str(error.__cause__)[:SHOWN]
+            reason = str(error.__cause__)[:MAX_SHOWN_CHARACTERS]
             message = f"the body is not JSON: {reason}. Send one JSON object, in UTF-8."
         response = error_response(status, error_object(message), request.scope)
         response.headers.update(getattr(error, "headers", None) or {})
@@ -346,7 +346,7 @@ def _reason(fault: Mapping[str, Any]) -> str:
             return f"type={brief(context['tag'])} is not supported: {remedy}."
         allowed = context["expected_tags"]
         return f"type={brief(context['tag'])} is not allowed; allowed: {allowed}. Leave it out."
-    return str(fault["msg"]).removeprefix("Value error, ")[:SHOWN]
+    return str(fault["msg"]).removeprefix("Value error, ")[:MAX_SHOWN_CHARACTERS]
 
 
 def path_text(path: Sequence[Any]) -> str:
@@ -357,4 +357,4 @@ def path_text(path: Sequence[Any]) -> str:
             text += f"[{part}]"
         else:
             text += f".{part}" if text else str(part)
-    return text[:SHOWN]
+    return text[:MAX_SHOWN_CHARACTERS]

@@ -9,7 +9,7 @@ from fastapi.responses import StreamingResponse
 from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
-from lockstep.serve.http.errors import SHOWN
+from lockstep.serve.http.errors import MAX_SHOWN_CHARACTERS
 from lockstep.serve.http.request_id import SEND_BODY
 
 Event = Mapping[str, object]
@@ -43,7 +43,7 @@ class EventSource(Protocol):
 def ignored_fields_header(names: Iterable[str]) -> dict[str, str]:
     """Return the header that names fields without effect, without names that no header can hold."""
     text = ", ".join(name for name in names if _FIELD_NAME.fullmatch(name))
-    return {IGNORED_FIELDS_HEADER: text[:SHOWN]} if text else {}
+    return {IGNORED_FIELDS_HEADER: text[:MAX_SHOWN_CHARACTERS]} if text else {}
 
 
 class EventStream(StreamingResponse):

@@ -11,7 +11,7 @@ from lockstep.serve.openai.choices import (
     usage_object,
     wants_tokens,
 )
-from lockstep.serve.openai.conversation import late_system_message
+from lockstep.serve.openai.conversation import naming_late_system_message
 from lockstep.serve.openai.logprobs import chat_logprobs, prompt_logprobs
 from lockstep.serve.openai.protocol import ChatRequest
 from lockstep.serve.openai.schema import (
@@ -63,7 +63,7 @@ class ChatWriter(ResponseWriter):
     @classmethod
     async def start(cls, service: Service, body: ChatRequest, is_small: bool = False) -> Self:
         """Submit a request and return its writer. Raises as Service.submit does."""
-        with late_system_message("messages", [message.role for message in body.messages]):
+        with naming_late_system_message("messages", [message.role for message in body.messages]):
             active = await service.submit(body, ID_PREFIX, is_small)
         return cls(active, body)
 

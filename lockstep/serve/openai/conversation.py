@@ -250,8 +250,8 @@ def merge_system_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]
 
 
 @contextmanager
-def late_system_message(field: str, roles: Sequence[str]) -> Iterator[None]:
-    """Name the first late system message where the chat template refuses the messages.
+def naming_late_system_message(field: str, roles: Sequence[str]) -> Iterator[None]:
+    """Add the first late system message to the error of a chat template that refuses the messages.
 
     Many templates accept a system message at the beginning only, and their error does not say
     which message is at fault. field: list of the messages in the body. roles: role of each entry.
@@ -264,7 +264,7 @@ def late_system_message(field: str, roles: Sequence[str]) -> Iterator[None]:
         index = next(late, None)
         if index is not None:
             error.args = (
-                f"{field}[{index}].role={roles[index]!r}: {error} A system message at the "
-                "beginning, or one of the user here, may be what the template allows.",
+                f"{field}[{index}].role={roles[index]!r}: {error} The template may allow a system "
+                "message at the beginning only. Move it there, or send it as a user message.",
             )
         raise

@@ -256,7 +256,7 @@ class CompletionRequest(SamplingFields):
         for i, entry in enumerate(prompt):
             if type(entry) is not type(prompt[0]):
                 raise RequestError(
-                    f"prompt[{i}] is a {_json_type(entry)} beside a {_json_type(prompt[0])}; "
+                    f"prompt[{i}] is a {_json_type(entry)}, prompt[0] a {_json_type(prompt[0])}; "
                     "allowed: all texts, or all lists of token ids. Send one kind.",
                     "prompt",
                 )

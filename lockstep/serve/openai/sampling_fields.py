@@ -242,7 +242,7 @@ class SamplingFields(SamplerFields):
 
 
 def _token_id(key: str) -> int:
-    # JSON has only texts as keys. Nine digits hold any token id and convert in no time.
+    # Keys of JSON objects are strings. Nine digits hold any token id and are fast to convert.
     if not (key.isascii() and key.isdigit() and len(key) <= 9):
         raise RequestError(
             f"logit_bias has the key {key[:40]!r}; allowed: token ids. Send ids as keys.",

@@ -183,8 +183,10 @@ class ActiveRequest:
                 await asyncio.sleep(0)  # yield to other requests, however long the queue is
 
     def end(self, error: Exception) -> None:
-        """End the request early if it is running. Its reader gets the waiting deltas, then the
-        error."""
+        """End the request early if it is running.
+
+        Its reader gets the waiting deltas, then the error.
+        """
         if self._num_running:
             self._stop(error)
 
@@ -202,7 +204,7 @@ class ActiveRequest:
         )
 
     def record(self) -> RequestRecord:
-        """Return what the log, the metrics and the traces need to know of the request."""
+        """Return the record of the request, for the log, the metrics and the traces."""
         usage = self._counter.usage
         return RequestRecord(
             id=self.parsed.id,
@@ -250,11 +252,11 @@ class ActiveRequest:
         )
 
     def _on_update(self, index: int, update: Update) -> None:
-        """Take an update of the engine; updates after the end of a completion are ignored."""
+        """Handle an update of the engine; updates after the end of a completion are ignored."""
         if index not in self._open:
             return
         try:
-            self._take(index, update)
+            self._queue_delta(index, update)
         except Exception as error:
             self._fail(index, error)
 
@@ -267,7 +269,7 @@ class ActiveRequest:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    def _take(self, index: int, update: Update) -> None:
+    def _queue_delta(self, index: int, update: Update) -> None:
         """Queue the delta of an update. Raises the error that ended the completion."""
         if isinstance(update, Exception):
             raise update
@@ -284,7 +286,7 @@ class ActiveRequest:
         if reason is not None:
             self._num_running -= 1
             self._finish_reasons[index] = reason
-            # The engine does not know of stop strings: it still generates this completion.
+            # A stop string ended it. The engine knows none and still generates this completion.
             if update.finish_reason is None:
                 self._abort(index)
             else:

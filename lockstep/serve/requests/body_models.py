@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from lockstep.errors import RequestError
-from lockstep.serve.http.errors import SHOWN, UNKNOWN_FIELD, field_remedy
+from lockstep.serve.http.errors import MAX_SHOWN_CHARACTERS, UNKNOWN_FIELD, field_remedy
 from lockstep.serve.requests.unsupported_fields import resolve_aliases
 
 MAX_FIELDS = 1024
@@ -152,7 +152,7 @@ def check_extra_fields(
     for i, entry in enumerate(objects or ()):
         for name, path in entry.extra_fields(f"{field}[{i}]"):
             if not is_read(name):
-                raise RequestError(f"{path[:SHOWN]} {field_remedy(name)}", field)
+                raise RequestError(f"{path[:MAX_SHOWN_CHARACTERS]} {field_remedy(name)}", field)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ class ContentBlock:
 
 @dataclass(frozen=True)
 class BlockChange:
-    """A change of the block with this index. text: what a block that grows gets."""
+    """Change of the block with this index. text: text that a growing block gets."""
 
     action: Literal["open", "grow", "close"]
     index: int

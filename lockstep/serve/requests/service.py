@@ -13,7 +13,7 @@ from typing import TypeVar
 from lockstep.errors import EngineDeadError, RequestError
 from lockstep.sampling_params import MAX_LOGPROBS, SamplingParams
 from lockstep.scheduling.request import Request
-from lockstep.serve.http.errors import SHOWN, BusyError, UnknownModelError
+from lockstep.serve.http.errors import MAX_SHOWN_CHARACTERS, BusyError, UnknownModelError
 from lockstep.serve.http.output_budget import OutputBudget
 from lockstep.serve.requests.active_request import ActiveRequest
 from lockstep.serve.requests.body_models import renamed_fields
@@ -25,7 +25,7 @@ from lockstep.text.processor import Processor
 log = logging.getLogger("lockstep.serve")
 
 NUM_COMPILERS = 2
-"""Threads that parse requests with grammars."""
+"""Number of threads that parse requests with grammars."""
 MAX_COMPLETIONS = 1024
 """Maximum completions of one request: prompts times n."""
 Result = TypeVar("Result")
@@ -118,7 +118,7 @@ class Service:
         if name is not None and name not in self.model_names:
             allowed = ", ".join(map(repr, self.model_names))
             raise UnknownModelError(
-                f"model={name[:SHOWN]!r} does not exist; allowed: {allowed}. "
+                f"model={name[:MAX_SHOWN_CHARACTERS]!r} does not exist; allowed: {allowed}. "
                 "GET /v1/models lists them.",
                 "model",
             )
@@ -155,7 +155,7 @@ class Service:
         self._num_completions += len(requests)
         active.start()
         if ignored := body.ignored_fields():
-            log.warning("fields were ignored: %s", ", ".join(ignored)[:SHOWN])
+            log.warning("fields were ignored: %s", ", ".join(ignored)[:MAX_SHOWN_CHARACTERS])
         return active
 
     async def parse(

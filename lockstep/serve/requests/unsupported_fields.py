@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lockstep.errors import RequestError
-from lockstep.serve.http.errors import SHOWN
+from lockstep.serve.http.errors import MAX_SHOWN_CHARACTERS
 
 _BEAMS = "beam search is not supported; leave it out."
 _TEMPLATE = "the server's own chat template is used; leave it out."
@@ -259,5 +259,9 @@ def refuse_unsupported(extra: Mapping[str, Any], table: Table) -> None:
         harmless, remedy = entry
         # Types must be equal, too: true is not 1.
         if not any(type(value) is type(other) and value == other for other in harmless):
-            shown = repr(value)[:SHOWN] if isinstance(value, (str, int, float)) else "..."
+            shown = (
+                repr(value)[:MAX_SHOWN_CHARACTERS]
+                if isinstance(value, (str, int, float))
+                else "..."
+            )
             raise RequestError(f"{name}={shown} is not supported: {remedy}", name)

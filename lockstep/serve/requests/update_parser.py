@@ -18,7 +18,7 @@ from lockstep.text.parsers.events import (
     Reasoning,
     TextEnd,
     call_id,
-    merged,
+    merge_adjacent,
 )
 from lockstep.text.processor import TextUpdate
 
@@ -98,7 +98,7 @@ class UpdateParser:
         if new.finish_reason is not None:
             parsed += parser.finish(self._text_end(new))
         self._count(delta)
-        events = merged(self._response_events(parsed, state))
+        events = merge_adjacent(self._response_events(parsed, state))
         return ParsedUpdate(delta, events, state.num_calls, state.errors)
 
     def parse_with_logprobs(self, delta: OutputDelta) -> ParsedUpdate:

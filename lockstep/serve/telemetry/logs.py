@@ -1,4 +1,4 @@
-"""Log lines on stderr, as text or JSON, with the id of the request that they are about.
+"""Log lines on stderr, as text or JSON, with the id of their request.
 
 Text of a client cannot begin a new line, and no client can fill the disk with repeated lines.
 """
@@ -31,7 +31,7 @@ LATENCY_DIGITS = 6
 """Decimal places of seconds."""
 
 
-def escaped(text: str) -> str:
+def escape_line(text: str) -> str:
     """Return a text on one line: at most MAX_CHARACTERS, with control characters as escapes."""
     cut = text if len(text) <= MAX_CHARACTERS else text[:MAX_CHARACTERS] + "..."
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
@@ -50,7 +50,7 @@ class LineFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether the record is written."""
-        record.msg = escaped(record.getMessage())
+        record.msg = escape_line(record.getMessage())
         record.args = ()
         context = REQUEST_CONTEXT.get()
         record.request_id = None if context is None else context.request_id

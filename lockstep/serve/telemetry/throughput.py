@@ -19,7 +19,7 @@ class ThroughputLogger:
         self._log = logging.getLogger(THROUGHPUT_LOGGER)
 
     def log(self, stats: Stats, seconds: float) -> None:
-        """Write the line of the time since the last reading. seconds: that time."""
+        """Write the line of the period since the last reading. seconds: length of the period."""
         is_idle = self._is_idle(stats)
         if not (is_idle and self._was_idle):
             self._log.info("%s", self._line(stats, seconds))

@@ -34,10 +34,9 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class CallParams(StructuredOutputsParams):
-    """Parameters of an answer whose calls match tools. Faults of the grammar are faults of the
-    tools.
+    """Parameters of an answer whose calls match tools. Errors of the grammar name the field tools.
 
-    or_form: the answer is either calls or JSON of a form; its first character decides.
+    or_form: the answer is either calls or JSON of the requested form; its first character decides.
     json_after: see GrammarRecipe.
     """
 
@@ -188,7 +187,7 @@ class ToolSyntax:
     ) -> str:
         """Return the expression of all calls with their surrounding tags.
 
-        begun: the opening tag has been written.
+        opened: the opening tag of the section of calls has been written already.
         """
         parser = self.parser
         begin, end = map(rules.text, parser.AROUND)

@@ -68,7 +68,7 @@ def call_id(request_id: str, completion: int, number: int, model_id: str | None)
     return f"call_{blake2b(position, digest_size=12).hexdigest()}"
 
 
-def merged(events: list[AnswerEvent]) -> list[AnswerEvent]:
+def merge_adjacent(events: list[AnswerEvent]) -> list[AnswerEvent]:
     """Return the events with adjacent ones of the same kind and call joined."""
     if len(events) < 2:  # the case of nearly every token
         return events

@@ -63,9 +63,9 @@ class TemplateRefusalError(RequestError):
 
 
 class ChatTemplate:
-    """Compiled chat template. Its file's special tokens (bos_token, eos_token, ...) are its
-    variables.
+    """Compiled chat template.
 
+    source: its text. special_tokens: variables such as bos_token, by name.
     control: control tokens that strings must not spell.
     limit: maximum characters of messages, tools and variables together; more cannot fit into
     max_model_len tokens.
@@ -108,13 +108,15 @@ class ChatTemplate:
         self.prints_objects = any(
             node.name == "tojson" for node in parsed.find_all(jinja2.nodes.Filter)
         )
-        self.reading = probe.probe(self._plain)
+        self.findings = probe.probe(self._plain)
 
     def render(
         self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **kwargs: Any
     ) -> str:
-        """Return the text of the prompt. Raises RequestError if the template refuses the
-        messages."""
+        """Return the text of the prompt.
+
+        Raises RequestError if the template refuses the messages.
+        """
         return self._unmark(self.render_marked(messages, tools, **kwargs))
 
     def render_marked(
@@ -135,11 +137,11 @@ class ChatTemplate:
             **self._special_tokens,
             "add_generation_prompt": True,
             "documents": None,
-            **copy.of(check_kwargs(kwargs), "chat_template_kwargs"),
+            **copy.value(check_kwargs(kwargs), "chat_template_kwargs"),
             "tools": copy.tools(tools),
         }
         try:
-            text = self._with_arguments(messages, self.reading.contents(shown), variables)
+            text = self._with_arguments(messages, self.findings.contents(shown), variables)
         except Exception as error:  # a template may raise any exception
             why = self._unmark(_message_of(error)).rstrip(".")
             raise TemplateRefusalError(
@@ -264,14 +266,18 @@ class ChatTemplates:
         return [
             f"the chat template {name!r} drops {part}: the model does not see them"
             for name, template in self._by_name.items()
-            for part in template.reading.lost
+            for part in template.findings.lost
             # If there is a template for tools, the default one need not render them.
             if name == TOOL_USE or TOOL_USE not in self._by_name or part != probe.TOOLS
         ]
 
 
 class _MarkedCopy:
-    """Copier of what a client sent: breaks control tokens, and refuses values that are not JSON."""
+    """Copier of JSON from a client, with marks in control tokens. Raises RequestError for other
+    values.
+
+    limit: maximum characters of everything that is copied.
+    """
 
     def __init__(self, control: ControlTokens | None, limit: float, max_model_len: int) -> None:
         self._control = control
@@ -287,7 +293,7 @@ class _MarkedCopy:
         for i, message in enumerate(messages):
             normal = _normalize(message, f"messages[{i}]")
             role = normal["role"]
-            copy = self.of(normal, f"messages[{i}]", role in _TRUSTED)
+            copy = self.value(normal, f"messages[{i}]", role in _TRUSTED)
             copies.append({**copy, "role": role})
         return copies
 
@@ -297,9 +303,9 @@ class _MarkedCopy:
             return None
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise _refusal("tools", tools, "a list of objects")
-        return self.of(tools, "tools") or None
+        return self.value(tools, "tools") or None
 
-    def of(self, value: Any, path: str, special_only: bool = True) -> Any:
+    def value(self, value: Any, path: str, special_only: bool = True) -> Any:
         """Return a copy of a JSON value. Raises RequestError, which names the path of a fault."""
         return self._copy(value, (path,), special_only)
 

@@ -39,8 +39,11 @@ class ControlTokens:
         self._without_marks = self._copy(any(t.normalized for t in added))
 
     def mark(self, text: str, special_only: bool = False) -> str:
-        """Return the text with a mark in each spelling of a control token, complete or begun at the
-        end."""
+        """Return the text with a mark in each spelling of a control token.
+
+        An incomplete spelling at the end of the text is marked too: the next rendered text could
+        complete it. special_only: mark spellings of special tokens only.
+        """
         for char, code in self._codes.items():
             text = text.replace(char, code)
         spellings = self._special if special_only else self._all
@@ -98,9 +101,8 @@ class ControlTokens:
 def _spellings(tokens: list[str], spared: list[str] | None = None) -> re.Pattern[str] | None:
     """Return a regex of a token's first character if its second, or the end of the text, follows.
 
-    That matches more than whole tokens: also those that only the next rendered text would complete,
-    but no spared token. Tokens that begin like a word are matched whole, so that words are
-    unchanged.
+    The regex also matches beginnings that the next rendered text would complete, but none of the
+    spared tokens. Tokens that begin like a word are matched whole, so that words are unchanged.
     """
     choices: dict[str, set[str]] = {}
     for token in tokens:

@@ -33,9 +33,9 @@ _EXTRA = "extra_special_tokens"
 
 
 def eos_ids(folder: Path, tokenizer_eos: int | None = None) -> frozenset[int]:
-    """Return the tokens that end an answer: `own` and those of the config files.
+    """Return the tokens that end an answer: tokenizer_eos and those of the config files.
 
-    own: the tokenizer's eos token.
+    tokenizer_eos: id of the tokenizer's eos_token, None without one.
     Raises: CheckpointError.
     """
     config = read_json(folder / "config.json")

@@ -1,7 +1,7 @@
 """Settings of tokenizer_config.json: read, ignored, compared with tokenizer.json, or refused.
 
 tokenizer.json is the complete tokenizer. Other settings repeat it, matter to other libraries only,
-or would change token ids or text. Those of the last kind are refused by name.
+or would change token ids or text. A setting that would change them is an error that names it.
 """
 
 from collections.abc import Mapping

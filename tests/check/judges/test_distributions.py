@@ -99,6 +99,7 @@ PENALISE = reference._penalise
 FILTER = reference._filter
 
 
+@pytest.mark.default_cases("stale_penalties")
 @pytest.mark.parametrize(
     ("name", "fault", "expected"),
     [

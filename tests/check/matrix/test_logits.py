@@ -65,6 +65,7 @@ def test_the_bundled_model_in_every_graph_mode_on_a_gpu() -> None:
     assert {t.setup.graph for t in report.tallies} == set(GRAPH_MODES)
 
 
+@pytest.mark.slow
 def test_an_interruption_keeps_the_engines_that_were_done(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +113,7 @@ def test_engine_exception_is_a_failure(check: Check, monkeypatch: pytest.MonkeyP
     assert report.cases == 1 + 1 + (1 + 2 + 7) and report.failed == 1
 
 
+@pytest.mark.slow
 def test_missing_event_is_a_failure(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OracleDrafter, "set_texts", lambda self, texts: None)
     monkeypatch.setattr("lockstep.check.matrix.logits._cache_prefixes", lambda engine, cases: None)

@@ -19,7 +19,7 @@ from lockstep.step import StepContext
 
 pytestmark = pytest.mark.usefixtures("small_check")
 Check = Callable[..., Report]
-FEW = setups.Size(max_tokens=8, alone=2, company=1)
+FEW = setups.Size(max_tokens=8, alone=2, companions=1)
 """Size that suffices for a fault that every request has."""
 
 
@@ -52,6 +52,7 @@ def test_coverage_includes_the_matrix(check: Check, monkeypatch: pytest.MonkeyPa
     assert "drafter mtp" in missing
 
 
+@pytest.mark.slow
 def test_a_fault_that_depends_on_drafting_is_named(
     check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,7 +108,7 @@ def test_missing_coverage_is_named() -> None:
     coverage = Coverage()
     missing = coverage.missing()
     assert {"drafter mtp", "parameter top_k", "op sample", "op gated_delta_step"} <= set(missing)
-    coverage.params(SamplingParams(top_k=random.randrange(1, 9)))
+    coverage.record_params(SamplingParams(top_k=random.randrange(1, 9)))
     assert coverage.parameters == {"top_k"}
     assert "parameter top_k" not in coverage.missing()
     coverage.backends["sample"] = {"triton"}

@@ -91,7 +91,7 @@ def generator(plain: PlainRuns) -> ScenarioGenerator:
 
 
 def test_scenario_round_trips_through_json(tmp_path: Path, generator: ScenarioGenerator) -> None:
-    for scenario in (SCENARIO, *(generator.scenario(index) for index in range(6))):
+    for scenario in (SCENARIO, *(generator.scenario(index) for index in range(3))):
         path = tmp_path / "scenario.json"
         write_scenario(path, scenario, what="why")
         assert read_scenario(path) == scenario
@@ -155,8 +155,8 @@ def test_periodic_scenarios_have_long_and_length_limited_outputs(
     (last,) = (
         a for a in length_limited.requests if len(a.prompt) + a.params["max_tokens"] > MAX_MODEL_LEN
     )
-    assert length_limited.alone(last).max_tokens == MAX_MODEL_LEN - len(last.prompt)
-    answer = plain.answers(last.prompt, length_limited.alone(last))[0]
+    assert length_limited.plain_params(last).max_tokens == MAX_MODEL_LEN - len(last.prompt)
+    answer = plain.answers(last.prompt, length_limited.plain_params(last))[0]
     assert answer.ending == ("length", None)
     kind = replace(length_limited.kind, drafter="oracle", drafts=15)
     assert (
@@ -167,9 +167,9 @@ def test_periodic_scenarios_have_long_and_length_limited_outputs(
 def test_plain_run_has_the_scenarios_length_limit() -> None:
     request = ScenarioRequest(tuple(range(30)), {"max_tokens": 20, "min_tokens": 12})
     scenario = replace(SCENARIO, requests=(request,), limits=Limits(length=38))
-    alone = scenario.alone(request)
+    alone = scenario.plain_params(request)
     assert (alone.max_tokens, alone.min_tokens) == (8, 8)
-    assert replace(scenario, limits=Limits()).alone(request) == request.sampling()
+    assert replace(scenario, limits=Limits()).plain_params(request) == request.sampling()
 
 
 def test_periodic_scenarios_load_prefixes_from_host_memory(
@@ -194,6 +194,7 @@ def test_kinds_cover_all_available_drafters() -> None:
     assert {k.drafter for k in without} == {"none", "oracle", "ngram"}
 
 
+@pytest.mark.slow
 def test_fault_is_shrunk_written_and_replayed(
     model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -331,6 +332,7 @@ def test_time_limit_replaces_the_number_of_scenarios(
     assert {t.setup.phase for t in report.tallies} == {"scenario", "sampling"}
 
 
+@pytest.mark.slow
 def test_shards_cover_every_scenario_once(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "lockstep.check.run.ScenarioGenerator.scenario", lambda self, index: SCENARIO
@@ -357,6 +359,7 @@ def test_large_scenario_file_is_not_read(tmp_path: Path, monkeypatch: pytest.Mon
         read_scenario(path)
 
 
+@pytest.mark.slow
 def test_missing_event_is_a_failure(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine without prefix hits gives correct outputs and proves nothing."""
     monkeypatch.setattr("lockstep.check.run.run_matrix", lambda *rest: None)

@@ -248,6 +248,7 @@ def test_refused_large_body_gets_its_response(server, processor, rules, status):
 ROOMY = AccessRules(max_body_bytes=2 * LARGE_BODY_BYTES, max_body_seconds=PATIENCE)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/messages", b"/invocations"])
 @pytest.mark.parametrize(("status", "kind"), [(b"429", "full"), (b"503", "dead"), (b"400", "")])
 def test_allowed_large_body_gets_its_refusal(server, processor, path, status, kind):

@@ -261,6 +261,7 @@ def documented(path: str) -> set[str]:
     return set(re.findall(r"^\| `([^`]+)` \|", section, re.M))
 
 
+@pytest.mark.default_cases("/v1/chat/completions", "/v1/completions", "/v1/messages")
 @pytest.mark.parametrize("path", PARAMS)
 def test_every_official_field_is_handled(server: Any, path: str) -> None:
     walk = FieldWalk(server, path)

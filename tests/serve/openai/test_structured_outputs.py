@@ -64,6 +64,7 @@ def server(stack: SimpleNamespace) -> Iterator[SimpleNamespace]:
     assert stack.engine.is_alive
 
 
+@pytest.mark.default_cases("True")
 @pytest.mark.parametrize("stream", [False, True])
 def test_json_schema_response_format(server: SimpleNamespace, stream: bool) -> None:
     result = chat(server, CALL, response_format=FORMAT, stream=stream)
@@ -84,6 +85,7 @@ def test_parse_helper_of_official_client(server: SimpleNamespace) -> None:
     assert isinstance(result.choices[0].message.parsed, Found)
 
 
+@pytest.mark.default_cases("fields0", "fields1", "fields2", "fields3")
 @pytest.mark.parametrize(
     ("fields", "judge"),
     [
@@ -132,6 +134,7 @@ def test_structured_request_does_not_change_others(server: SimpleNamespace) -> N
     assert companion == alone
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "find_record"}}]
@@ -159,6 +162,7 @@ def test_named_tool_is_called(server: SimpleNamespace) -> None:
     assert {call.function.name for call in result.choices[0].message.tool_calls} == {"ping"}
 
 
+@pytest.mark.default_cases("auto")
 @pytest.mark.parametrize("mode", ["required", "auto"])
 def test_allowed_tools_limit_calls(server: SimpleNamespace, mode: str) -> None:
     ping = {"type": "function", "function": {"name": "ping"}}
@@ -249,6 +253,7 @@ def test_unsupported_strict_tools_are_refused(server: SimpleNamespace) -> None:
         chat(server, CALL, tools=STRICT, extra_body={"guided_choice": ["left", "right"]})
 
 
+@pytest.mark.default_cases("tools0")
 @pytest.mark.parametrize("tools", [TOOLS, STRICT])
 def test_tools_with_response_format_call_or_follow_it(
     server: SimpleNamespace, tools: list[Any]
@@ -295,6 +300,7 @@ def test_grammar_constrains_content_but_not_reasoning(server: SimpleNamespace) -
 THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
 
 
+@pytest.mark.slow
 def test_thinking_budget_with_drafts_changes_no_answer(stack: SimpleNamespace) -> None:
     """A logit bias keeps the model from ending its reasoning early."""
     end = stack.llm.tokenizer.fast.token_to_id("</think>")
@@ -325,6 +331,7 @@ def test_thinking_budget_with_drafts_changes_no_answer(stack: SimpleNamespace) -
             assert tokens.index(end) == params.thinking_token_budget
 
 
+@pytest.mark.default_cases("True")
 @pytest.mark.parametrize("stream", [False, True])
 def test_thinking_budget_limits_reasoning_tokens(server: SimpleNamespace, stream: bool) -> None:
     end = server.llm.tokenizer.fast.token_to_id("</think>")

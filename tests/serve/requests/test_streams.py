@@ -51,6 +51,7 @@ def _without_ids(value: dict[str, Any]) -> dict[str, Any]:
     return {k: "" if k == "id" else v for k, v in value.items()}
 
 
+@pytest.mark.default_cases("True")
 @settings(max_examples=60, deadline=None)
 @given(
     text=st.sampled_from(TEXTS),

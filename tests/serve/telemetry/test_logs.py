@@ -1,4 +1,4 @@
-"""Log lines: escaped text of clients, request ids, and repeated lines."""
+"""Log lines: escape_line text of clients, request ids, and repeated lines."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ from lockstep.serve.telemetry.logs import (
     REQUEST_LOGGER,
     LineFilter,
     configure_logs,
-    escaped,
+    escape_line,
     log_request,
 )
 from tests.serve.telemetry.records import finished_record
@@ -58,7 +58,7 @@ def test_log_message_is_escaped_to_one_line() -> None:
     line = record("fields were ignored: %s", FORGED)
     assert LineFilter().filter(line)
     assert line.getMessage() == f"fields were ignored: {ESCAPED}"
-    assert len(escaped("x" * 10**6)) < MAX_CHARACTERS + 10
+    assert len(escape_line("x" * 10**6)) < MAX_CHARACTERS + 10
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

@@ -210,6 +210,7 @@ def test_arguments_of_calls_are_limited(compiler: Compiler, name: str) -> None:
         )
 
 
+@pytest.mark.default_cases("hermes", "deepseek_v31")
 @pytest.mark.parametrize("name", [name for name in JSON_CALLS if name != "llama3_json"])
 def test_free_text_around_calls_is_not_limited(compiler: Compiler, name: str) -> None:
     """Quotes of free text open no JSON string."""

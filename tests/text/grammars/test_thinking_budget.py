@@ -78,6 +78,7 @@ def test_closing_tag_is_forced_once_the_budget_is_used_up(model: Processor) -> N
         assert grammar.accepted == budget + len(tag) and grammar.fault is None
 
 
+@pytest.mark.default_cases("one token")
 def test_masks_after_drafts_are_those_of_the_same_tokens_accepted(model: Processor) -> None:
     texts = ["abcdefghij", "ab</think>cdefgh", "a</think>\n\nthe <think>abcd", "ab</thi"]
     for text in texts:

@@ -233,6 +233,7 @@ def walks(model: Model, source: str, seeds: range) -> Iterator[str]:
     yield from result
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("multiple", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_walks_are_calls_only(model: Model, name: str, multiple: bool) -> None:
@@ -246,6 +247,7 @@ def test_walks_are_calls_only(model: Model, name: str, multiple: bool) -> None:
         assert multiple or len(reply.tool_calls) == 1
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_in_free_text_are_valid(model: Model, name: str) -> None:
     """Walks start with the start of a call, so that some contain one."""
@@ -293,6 +295,7 @@ def untagged(text: str) -> str:
     return text
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_grammar_allows_calls_of_every_writer(model: Model, name: str) -> None:
     """The writers of test_conformance share no code with grammars."""
@@ -339,6 +342,7 @@ FORMAT = StructuredOutputsParams(
 )
 
 
+@pytest.mark.covering(strength=2)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", TAGGED)
 def test_calls_or_response_format(model: Model, name: str, strict: bool) -> None:
@@ -386,6 +390,7 @@ def test_content_that_spells_a_call_is_content(name: str) -> None:
         assert result.content == ""
 
 
+@pytest.mark.default_cases("qwen3_coder", "kimi_k2", "pythonic")
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_after_reasoning(name: str) -> None:
     """As in the server: the format, the request's grammar, the parser of the answer."""
@@ -577,6 +582,7 @@ PLAIN: list[Json] = [
 ]
 
 
+@pytest.mark.default_cases("hermes", "kimi_k2", "pythonic")
 @pytest.mark.parametrize("name", NAMES)
 def test_random_schemas(plain: Model, name: str) -> None:
     syntax = plain.syntax(name)
@@ -720,6 +726,7 @@ def test_tool_schemas_have_the_bounds_of_structured_outputs() -> None:
             syntax.tools([{"type": "function", "function": function}])
 
 
+@pytest.mark.default_cases("hermes", "pythonic")
 @pytest.mark.parametrize("name", NAMES)
 def test_too_large_tools_error_names_tools(name: str) -> None:
     syntax = ToolSyntax(TOOL_PARSERS[name], {})

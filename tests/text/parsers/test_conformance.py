@@ -178,6 +178,7 @@ def destinations(events: list[Event]) -> Iterator[tuple[Any, str]]:
                 yield index, text
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda w: w.__name__)
 @pytest.mark.parametrize("reasoning", FRAMES, ids=["plain", "content", "reasoning"])
 def test_replies_are_independent_of_cuts(
@@ -223,6 +224,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(folder)
 
 
+@pytest.mark.default_cases("hermes", "kimi_k2", "pythonic")
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda w: w.__name__)
 def test_byte_tokens_give_the_same_reply(
     writer: Callable[[Calls], str], tokenizer: Tokenizer
@@ -319,6 +321,7 @@ def is_json(text: str) -> bool:
     return True
 
 
+@pytest.mark.default_cases("hermes", "deepseek_v3", "pythonic")
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda w: w.__name__)
 def test_cut_call_is_never_complete(writer: Callable[[Calls], str]) -> None:
     """At every character, fed at once and by characters: neither complete nor valid JSON."""

@@ -201,26 +201,31 @@ OPENINGS = [
 ]
 
 
-@pytest.mark.parametrize(("tools", "opening"), OPENINGS)
-def test_parser_time_is_linear_in_every_state(tools, opening):
+@pytest.mark.covering(strength=1)
+@pytest.mark.parametrize("part", ["name and ", " \n ", "<<", "</function> ", "a"])
+@pytest.mark.parametrize("case", OPENINGS, ids=lambda case: f"{case[0].__name__}-{case[1]}")
+def test_parser_time_is_linear_in_every_state(case, part):
     """5,000 parts; a parser that rescans the text for each needs many seconds."""
-    for part in ["name and ", " \n ", "<<", "</function> ", "a"]:
-        parser = parser_of("assistant\n", tools)
-        began = time.process_time()
-        events = parser.feed(opening)
-        for _ in range(5_000):
-            events += parser.feed(part)
-        events += parser.finish()
-        took = time.process_time() - began
-        assert took < 1, f"{took:.1f} s for pieces of {part!r}"
+    tools, opening = case
+    parser = parser_of("assistant\n", tools)
+    began = time.process_time()
+    events = parser.feed(opening)
+    for _ in range(5_000):
+        events += parser.feed(part)
+    events += parser.finish()
+    took = time.process_time() - began
+    assert took < 1, f"{took:.1f} s for pieces of {part!r}"
 
 
+@pytest.mark.covering(strength=1)
+@pytest.mark.parametrize(
+    "part", ["<<", "a<tool_call></tool_call>", xml(city="x"), "<tool_call><function=>"]
+)
 @pytest.mark.parametrize("tools", list(TOOL_PARSERS.values()))
-def test_parser_time_is_linear_for_one_long_text(tools):
-    for part in ["<<", "a<tool_call></tool_call>", xml(city="x"), "<tool_call><function=>"]:
-        began = time.process_time()
-        reply(part * 2_500, "assistant\n", tools)
-        assert time.process_time() - began < 1, part
+def test_parser_time_is_linear_for_one_long_text(tools, part):
+    began = time.process_time()
+    reply(part * 2_500, "assistant\n", tools)
+    assert time.process_time() - began < 1
 
 
 @given(st.text(max_size=40) | st.text("<>/=\n parmet", max_size=40))

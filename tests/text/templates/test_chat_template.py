@@ -144,6 +144,7 @@ def test_arguments_have_the_type_that_the_template_reads(
     assert result == expected(template, conversation(form), tools)
 
 
+@pytest.mark.default_cases("None", "{}")
 @pytest.mark.parametrize("empty", ["", "{}", {}, None])
 def test_call_without_arguments_renders_in_every_style(empty: Any) -> None:
     for template in (WITH_OBJECTS, JOINED, PRINTED, EITHER):

@@ -97,6 +97,7 @@ def conversation_arguments(messages=MESSAGES, tools=(TOOL,)):
     return {"messages": messages, "tools": list(tools)}
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("path", PATHS, ids=lambda p: ".".join(map(str, p)))
 def test_forged_message_adds_no_control_tokens(family, path):
     every = spellings(family)
@@ -164,6 +165,7 @@ def text_parts(processor):
     return st.lists(st.sampled_from(parts + marks) | st.text(max_size=5), max_size=12).map("".join)
 
 
+@pytest.mark.default_cases("qwen3", "mistral", "one character")
 def test_random_strings_never_become_control_tokens(family):
     control = ControlTokens(family.tokenizer.fast)
     honest = controls(family, family.conversation(MESSAGES[1:2]).ids, False)

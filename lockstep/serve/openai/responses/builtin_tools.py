@@ -1,7 +1,7 @@
 """Built-in tools of /v1/responses, which OpenAI's API defines by their type.
 
-For the model, those that clients run are functions of the same name. Their calls are items of a
-type of their own.
+The model calls the tools that clients run as functions of the same name. Each of these tools has
+its own type of item for a call.
 """
 
 import json
@@ -14,7 +14,7 @@ from lockstep.serve.requests.body_models import Nested
 
 
 def _require(allowed: Any, message: str) -> Callable[[Any], Any]:
-    """Return the validator that a field has one value. message: reason and remedy."""
+    """Return a validator that accepts one value. message: reason and remedy for other values."""
 
     def check(value: Any) -> Any:
         if value != allowed:
@@ -169,7 +169,7 @@ class ToolSearchTool(Nested):
 
 
 BuiltinTool = LocalShellTool | ShellTool | PatchTool | ToolSearchTool
-"""Tools whose calls are items of a type of their own."""
+"""Built-in tools that clients run; each has its own type of item for a call."""
 BUILTIN_TOOL_NAMES = ("local_shell", "shell", "apply_patch", "tool_search")
 """Types of these tools, and names of their functions."""
 

@@ -29,7 +29,7 @@ from lockstep.serve.requests.body_models import Nested
 from lockstep.text.grammars.lark import LARK
 from lockstep.text.parsers.events import AnswerEvent, CallArguments, CallStart
 
-JOINT = "__"
+NAMESPACE_SEPARATOR = "__"
 """Separator of a namespace and a name in a function's name, as clients of MCP servers join them."""
 _INPUT_START = re.compile(r'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:\s*"', re.DOTALL)
 _DECODABLE = re.compile(
@@ -112,7 +112,7 @@ def function_name(name: str, namespace: str | None) -> str:
     """Return the name of the function by which the model calls a tool."""
     if not namespace:
         return name
-    return f"{namespace.removesuffix(JOINT)}{JOINT}{name}"
+    return f"{namespace.removesuffix(NAMESPACE_SEPARATOR)}{NAMESPACE_SEPARATOR}{name}"
 
 
 @dataclass(frozen=True)
@@ -184,10 +184,10 @@ class ToolName(TypedDict):
 
 
 class Toolbox:
-    """The tools of a request by the names of their functions.
+    """Tools of a request, by the names of their functions.
 
     tools: tools of the request. added: tools that items of the conversation add. Raises
-    RequestError where two tools of the request have one name.
+    RequestError for two tools of the same name, and for more than MAX_TOOLS functions.
     """
 
     def __init__(self, tools: Iterable[Any], added: Iterable[Any] = ()) -> None:

@@ -96,8 +96,9 @@ class DroppedItem(InputItem):
 
 DROPPED_TYPES = get_args(DroppedItem.model_fields["type"].annotation)
 """Types of items that the prompt omits. A search and a picture contain nothing that the model can
-read, an MCP server's list names tools that this server cannot call, and Codex writes a snapshot for
-its own use."""
+read. An MCP server's list names tools that this server cannot call. Codex writes snapshots for
+itself.
+"""
 
 
 class ItemReference(InputItem):
@@ -225,8 +226,8 @@ class ResponsesRequest(SamplerFields):
         _check_include(self.include or [])
         if self.background and not self.store:
             raise RequestError(
-                "background=true needs store=true, since a response that is not kept cannot be "
-                "asked for. Leave store out.",
+                "background=true needs store=true, since a response that is not stored cannot be "
+                "retrieved. Leave store out.",
                 "background",
             )
         messages = list(messages_of(items))

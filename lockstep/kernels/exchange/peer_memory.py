@@ -1,0 +1,104 @@
+"""Memory of each GPU of a host that all of its GPUs write, and the group that has it."""
+
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    _register_process_group,
+    _SymmetricMemory,
+    _unregister_process_group,
+)
+
+from lockstep.errors import ComputeError
+from lockstep.kernels.exchange.device_push import Peers
+from lockstep.kernels.exchange.group import NcclGroup
+
+BUFFER_BYTES = 32 << 20
+"""Bytes of the two buffers: half of it is the largest tensor that is exchanged by writes to peers.
+"""
+PACKET_BYTES = 8 << 20
+"""Bytes of the two buffers of packets: half of it is the largest tensor in packets."""
+SLOTS = 1024
+"""Maximum CTAs of an exchange by flags: each has a flag for every rank."""
+BUFFERS = 0
+PACKETS = BUFFERS + BUFFER_BYTES
+FLAGS = PACKETS + PACKET_BYTES
+"""Offsets in the shared memory of a rank."""
+_NAMES = count()
+
+
+class PeerMemory:
+    """Shared memory of every rank, and the state of this rank's exchanges.
+
+    Attributes:
+        pointers: kernel argument. Shared memory has two buffers, two buffers of packets, and flags
+            [SLOTS, size] int64.
+        words: [2] int32 in host memory, see device_push.Peers.
+
+    Raises:
+        RuntimeError: a GPU cannot reach the memory of another one.
+    """
+
+    def __init__(self, store: dist.Store, index: int, size: int) -> None:
+        device = torch.device("cuda", torch.cuda.current_device())
+        # torch finds the store of symmetric memory by the name of a registered process group.
+        self._name = f"lockstep-{next(_NAMES)}"
+        self._named = dist.ProcessGroup(dist.PrefixStore("peers", store), index, size)
+        _register_process_group(self._name, self._named)
+        total = (FLAGS + SLOTS * size * 8,)
+        self._memory = _SymmetricMemory.empty_strided_p2p(total, (1,), torch.uint8, device)
+        self._memory.zero_()
+        torch.cuda.synchronize()
+        handle: Any = _SymmetricMemory.rendezvous(self._memory, self._name)
+        self._handle = handle
+        addresses = tuple(int(address) for address in handle.buffer_ptrs)
+        self.words = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+        state = torch.zeros(3, dtype=torch.int64, device=device)
+        self.pointers = Peers(addresses, state, self.words.data_ptr())
+
+    def check(self) -> None:
+        """Raise ComputeError if a rank did not answer."""
+        rank = int(self.words[1])
+        if rank:
+            name = f"rank {rank - 1}" if rank > 0 else "a rank"
+            raise ComputeError(f"{name} did not answer in an exchange between GPUs")
+
+    def abort(self) -> None:
+        """Let kernels that wait for a peer end."""
+        if not self.words[0]:
+            self.words[0] = 1
+            _unregister_process_group(self._name)
+
+
+class PeerGroup(NcclGroup):
+    """Group of GPUs that write each other's memory. NCCL carries what is too large for that."""
+
+    def __init__(self, store: dist.Store, index: int, size: int, seconds: float) -> None:
+        super().__init__(store, index, size, seconds)
+        self.memory = PeerMemory(store, index, size)
+        self.peers = self.memory.pointers
+
+    def check(self) -> None:
+        """See RankGroup."""
+        self.memory.check()
+
+    def close(self) -> None:
+        """See RankGroup."""
+        self.memory.abort()
+        super().close()
+
+
+def reaches_peers(store: dist.Store, index: int, size: int, host: str) -> bool:
+    """Return whether all ranks run on one host and their GPUs reach each other's memory.
+
+    All ranks call it and get the same answer. host: name of this rank's host. The GPU of a rank is
+    the one with the number of its index.
+    """
+    others = (other for other in range(size) if other != index)
+    here = torch.cuda.device_count() >= size
+    here = here and all(torch.cuda.can_device_access_peer(index, other) for other in others)
+    store.set(f"peer-access/{index}", f"{host}\n{here}")
+    answers = {store.get(f"peer-access/{rank}") for rank in range(size)}
+    return answers == {f"{host}\nTrue".encode()}

@@ -1,0 +1,160 @@
+"""Fuzz the exchange between GPUs: random sizes, contents and kinds, with delays of random ranks.
+
+    python -m tests.kernels.fuzz_push [--seconds 300] [--ranks 2] [--seed 0]
+
+Every rank is a process with a GPU. All ranks know all columns, so each compares each result bit for
+bit with what one GPU computes. Exits with status 1 at a difference or if a rank does not answer.
+Runs under compute-sanitizer as well (--target-processes all).
+"""
+
+import argparse
+import random
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import get_context
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.kernels.activations import silu_mul
+from lockstep.kernels.backends import load
+from lockstep.kernels.exchange import Activation, exchange, exchange_add_rms_norm
+from lockstep.kernels.exchange.peer_memory import PeerGroup, reaches_peers
+from lockstep.kernels.norm import add_rms_norm
+
+ROWS = (1, 1, 1, 2, 3, 5, 8, 16, 33, 64, 100, 256)
+WIDTHS = (8, 24, 64, 512, 2560, 8704)
+BATCH = 100
+"""Exchanges between two looks at the clock and at the results."""
+MAX_DELAY_CYCLES = 1 << 20
+JOIN_SECONDS = 120.0
+
+
+@dataclass
+class Fuzzer:
+    """One rank of the fuzz. shared: the choices of all ranks alike; own: those of this rank."""
+
+    group: PeerGroup
+    shared: random.Random
+    own: random.Random
+    noise: torch.Generator
+
+    def values(self, rows: int, width: int) -> Tensor:
+        """Return random finite bf16 values [rows, width], equal on all ranks."""
+        values = torch.randn(rows, width, generator=self.noise, device="cuda")
+        return values.bfloat16()
+
+    def delay(self) -> None:
+        """Delay the GPU of this rank, or its process, at times."""
+        kind = self.own.random()
+        if kind < 0.1:
+            torch.cuda._sleep(self.own.randrange(MAX_DELAY_CYCLES))
+        elif kind < 0.12:
+            torch.cuda.synchronize()
+            time.sleep(self.own.random() * 0.005)
+
+    def exchange(self) -> Tensor:
+        """Run one exchange of a random kind -> whether a bit differs, on the device."""
+        group = self.group
+        rows = self.shared.choice(ROWS)
+        base = self.shared.choice(WIDTHS)
+        widths = tuple(base + 8 * self.shared.randrange(3) for _ in range(group.size))
+        kind = self.shared.choice(("columns", "partials", "needed", "silu_mul", "norm"))
+        whole = self.values(rows, sum(widths))
+        gathered = exchange.backends["push"].run
+        mine = whole.split(widths, 1)[group.index]
+        self.delay()
+        if kind == "partials":
+            other = self.values(rows, sum(widths))
+            parts = torch.stack([whole.float(), other.float()])
+            local = parts.split(widths, 2)[group.index]
+            found = gathered(local, widths, group, torch.bfloat16)
+            return differs(found, (parts[0] + parts[1]).bfloat16())
+        if kind == "needed":
+            needed = torch.arange(rows, dtype=torch.int32, device="cuda") * 7 % (base + 1)
+            index = torch.cat([torch.arange(w, device="cuda") for w in widths])
+            read = index < needed[:, None]
+            found = gathered(mine, widths, group, needed=needed)
+            return differs(found.masked_fill(~read, 0), whole.masked_fill(~read, 0))
+        if kind == "silu_mul":
+            up = self.values(rows, sum(widths))
+            run = silu_mul.backends["triton"].run
+            local = torch.cat([mine, up.split(widths, 1)[group.index]], 1)
+            found = gathered(local, widths, group, torch.bfloat16, Activation("silu_mul", run))
+            return differs(found, run(torch.cat([whole, up], 1)))
+        if kind == "norm" and sum(widths) <= 1 << 13:
+            x, weight = self.values(rows, sum(widths)), self.values(1, sum(widths))[0]
+            run_norm = add_rms_norm.backends["triton"].run
+            fused = exchange_add_rms_norm.backends["push"].run
+            found = fused(x, mine.contiguous(), weight, 1e-6, 0.0, widths, group, run_norm)
+            expected = run_norm(x, whole, weight, 1e-6, 0.0)
+            return differs(found[0], expected[0]) | differs(found[1], expected[1])
+        return differs(gathered(mine, widths, group), whole)
+
+
+def differs(found: Tensor, expected: Tensor) -> Tensor:
+    """Return whether a bit of two bf16 tensors differs, on the device."""
+    return (found.view(torch.int16) != expected.view(torch.int16)).any()
+
+
+def run_rank(index: int, size: int, port: int, seconds: float, seed: int) -> None:
+    """Fuzz as one rank. Raises AssertionError at a difference, ComputeError without an answer."""
+    torch.cuda.set_device(index)
+    load()
+    timeout = timedelta(seconds=JOIN_SECONDS)
+    store = dist.TCPStore("127.0.0.1", port, size, index == 0, timeout, wait_for_workers=False)
+    assert reaches_peers(store, index, size, "localhost"), "GPUs without access to each other"
+    group = PeerGroup(store, index, size, JOIN_SECONDS)
+    noise = torch.Generator(device="cuda").manual_seed(seed)
+    fuzzer = Fuzzer(group, random.Random(seed), random.Random(f"{seed} {index}"), noise)
+    end = time.monotonic() + seconds
+    count = 0
+    while going_on(store, index, size, count, time.monotonic() < end):
+        wrong = torch.stack([fuzzer.exchange() for _ in range(BATCH)])
+        assert not wrong.any(), f"exchanges {(count + wrong.nonzero()).flatten().tolist()} differ"
+        group.check()
+        count += BATCH
+    if index == 0:
+        print(f"{size} ranks: {count} exchanges, equal on each", flush=True)
+    store.set(f"end/{index}", "")
+    store.wait([f"end/{rank}" for rank in range(size)])
+    group.close()
+
+
+def going_on(store: dist.Store, index: int, size: int, count: int, here: bool) -> bool:
+    """Return whether all ranks go on."""
+    store.set(f"{count}/{index}", str(int(here)))
+    return all(store.get(f"{count}/{rank}") == b"1" for rank in range(size))
+
+
+def free_port() -> int:
+    """Return a free port."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, True)
+    return store.port
+
+
+def main() -> int:
+    """Run all ranks -> 0 if all are equal."""
+    parser = argparse.ArgumentParser(description="Fuzz the exchange between GPUs.")
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    context = get_context("spawn")
+    port = free_port()
+    arguments = (options.ranks, port, options.seconds, options.seed)
+    ranks = [
+        context.Process(target=run_rank, args=(index, *arguments)) for index in range(options.ranks)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    return int(any(rank.exitcode for rank in ranks))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
