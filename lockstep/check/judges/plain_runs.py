@@ -113,7 +113,7 @@ class PlainRuns:
         """Compare the log-probabilities of two prompt tokens with runs of the shorter prompts."""
         prompt = request.prompt_token_ids
         tolerance = PROMPT_LOGPROB_TOLERANCES.get(self.engine.engine.plan.dtype, 0.1)
-        # Each length costs a run of its own: the middle and the last but one suffice.
+        # Each length costs a separate run: the middle and the last but one suffice.
         for length in sorted({len(prompt) // 2, len(prompt) - 1} - {0}):
             scores = torch.log_softmax(self._logits_after(prompt[:length]).double(), -1)
             token = prompt[length]
