@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from lockstep import LLM
 from lockstep.cache.host_tier import Move
 from lockstep.config import EngineConfig
 from lockstep.engine_builder import build_engine
@@ -524,6 +525,31 @@ def test_three_nodes_give_the_answers_of_one_process() -> None:
         for process in processes:
             assert process.wait(20) == 0
             wait_until(partial(group_is_gone, process), 10.0)
+
+
+@pytest.mark.slow
+def test_two_nodes_of_two_ranks_give_the_answers_of_one_process(brief_silence: None) -> None:
+    """Messages reach two ranks of a node through its memory; the audit compares all tables."""
+    settings: dict[str, Any] = {
+        **SIZES,
+        "model": str(Path(__file__).parents[1] / "assets" / "moe"),
+        "speculative_config": DRAFTING,
+        "audit": True,
+    }
+    params = [replace(GREEDY, logprobs=1), SEEDED, replace(SEEDED, seed=9, prompt_logprobs=1)]
+    alone = LLM.from_engine(build_engine(EngineConfig.read(**settings)))
+    expected = [answer(out) for out in alone.generate(PROMPTS[:3], params)]
+    port = free_port()
+    other = NodeThread(node_config(port, **settings, tensor_parallel_size=4))
+    head = node_config(port, node_rank=0, **settings, tensor_parallel_size=4)
+    llm = LLM.from_engine(build_engine(head))
+    assert [answer(out) for out in llm.generate(PROMPTS[:3], params)] == expected
+    os.kill(rank_process(3), signal.SIGKILL)
+    with pytest.raises(LockstepError, match=r"rank 3 of 4 on node 1 \(127.0.0.1\) .*SIGKILL"):
+        llm.generate(PROMPTS[:1], replace(GREEDY, max_tokens=400))
+    error = other.wait()
+    assert isinstance(error, EngineDeadError), "no other engine follows"
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.slow
