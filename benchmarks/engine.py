@@ -1,6 +1,6 @@
 """Time of an engine step in ms, host time included. benchmarks/RESULTS.md quotes it.
 
-    python benchmarks/engine.py FOLDER --rows 1,8,64 --k 3 --acceptance 0.7 --context 4096
+    python benchmarks/engine.py FOLDER --rows 1,8,64 --k 3 --acceptance 0.7 --context 4096 [-tp 2]
 
 FOLDER contains a config.json; weights are random. Requests pass through the scheduler, launches run
 up to two steps ahead, and results are read back. The timed steps lie between the first token of the
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from lockstep import LLM
 from lockstep.bench.measurement import (
+    add_ranks_option,
     greedy_params,
     model_settings,
     parse_counts,
@@ -75,10 +76,11 @@ def main() -> None:
         "--context", type=int, default=4096, help="tokens of every row before its answer"
     )
     parser.add_argument("--output-len", type=int, default=160, help="tokens per answer")
+    add_ranks_option(parser)
     args = parser.parse_args()
     rows = tuple(sorted(args.rows))
     llm = LLM(
-        **model_settings(args.model),
+        **model_settings(args.model, args.ranks),
         skip_tokenizer_init=True,
         max_model_len=args.context + args.output_len,
         max_num_seqs=rows[-1],
@@ -93,7 +95,7 @@ def main() -> None:
         prompts = [{"prompt_token_ids": [17 * i + j for j in range(length)]} for i in range(count)]
         window = Window(llm, count)
         llm.generate(prompts, params, on_progress=window.on_update)
-        setup = {"rows": count, "k": args.k, "context": args.context}
+        setup = {"rows": count, "k": args.k, "context": args.context, "ranks": args.ranks}
         print_json(setup | window.figures())
 
 

@@ -81,7 +81,7 @@ REPORTS = (
         *("kimi-k2-nvfp4", "GB200 192 GB", "sm_100", 192e9),
     ),
 )
-HEAD = """| command line | card | weights, GB | needed on one GPU, GB | plan for one GPU |
+HEAD = """| command line | cards | weights per card, GB | needed per card, GB | plan |
 |---|---|---|---|---|
 """
 """Header of the table."""
@@ -102,7 +102,8 @@ def table() -> str:
 
 def line_of(report: Report, folder: Path) -> str:
     """Return the table row of a report."""
-    config = EngineConfig.read(model=str(folder), load_format="dummy", **report.settings)
+    settings = {"tensor_parallel_size": report.cards, **report.settings}
+    config = EngineConfig.read(model=str(folder), load_format="dummy", **settings)
     plan = explain_absent(config, report.arch, int(report.memory))["plan"]
     card = report.card if report.cards == 1 else f"{report.cards} x {report.card}"
     sizes = (f"{plan[name] / GB:.1f}" for name in ("weights_bytes", "needed_bytes"))
@@ -118,10 +119,7 @@ def summary_of(report: Report, plan: dict[str, Any]) -> str:
         )
         notes = [note for note in plan["notes"] if " more would allow " in note]
         return ". ".join((limits, *notes))
-    missing = "does not fit one GPU"
-    if report.cards > 1:
-        return f"{missing}; a plan for each of {report.cards} needs tensor parallelism, not built"
-    return missing
+    return "does not fit"
 
 
 if __name__ == "__main__":

@@ -2,28 +2,40 @@
 
     python benchmarks/step.py FOLDER --rows 1,8,64 --k 3 --context 4096 [--prompt 8192] [--kernels]
     python benchmarks/step.py FOLDER --k 3 --drafter eagle3 --draft-model HEAD --halves
+    python benchmarks/step.py FOLDER --tensor-parallel-size 2
 
 FOLDER contains a config.json; weights are random, and so are the keys and values of the context.
 Each row has --context tokens in the cache, computes 1 + K tokens and proposes K drafts. The
 scheduler does not run: the step is replayed REPLAYS times, and the mean is printed, one JSON line
-per number of rows. --kernels adds the launches and us of each kernel. --halves adds the ms of the
-second half of a step alone, which samples, accepts and drafts.
+per number of rows, with the floor of a step on an H200. Of several ranks the floor is that of one,
+and ranks_ms has the shortest and the longest mean. --kernels adds the launches and us of each
+kernel. --halves adds the ms of the second half of a step alone, which samples, accepts and drafts.
 """
 
 import argparse
+from argparse import Namespace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from lockstep.bench.measurement import model_settings, parse_counts, print_json, speculative_config
+from lockstep.bench.measurement import (
+    add_ranks_option,
+    model_settings,
+    parse_counts,
+    print_json,
+    speculative_config,
+)
 from lockstep.config import EngineConfig
-from lockstep.engine.engine import Engine
 from lockstep.engine_builder import build_engine
 from lockstep.step import PAGE_SIZE, StepShape
-from lockstep.worker.executor import worker_of
+from lockstep.worker.executor import executor_of
+from lockstep.worker.rank_times import gather_times
 from lockstep.worker.rows import write_place
 from lockstep.worker.step_timer import StepTimer
+from lockstep.worker.worker import Worker
 
 NAME = 80
 """Characters of a kernel's name in the output."""
@@ -59,13 +71,14 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto", help="format of keys and values")
     parser.add_argument("--prompt", type=int, default=0, help="also time one prompt of this length")
     parser.add_argument("--kernels", action="store_true", help="add launches and us of each kernel")
+    add_ranks_option(parser)
     args = parser.parse_args()
     rows = tuple(sorted(args.rows))
     length = max(args.context + 8 * PAGE_SIZE, args.prompt + PAGE_SIZE)
     pages = -(-length // PAGE_SIZE)
     draft_model = {"model": args.draft_model} if args.draft_model else {}
     config = EngineConfig.read(
-        **model_settings(args.model),
+        **model_settings(args.model, args.ranks),
         max_model_len=length,
         max_num_seqs=rows[-1],
         row_buckets=rows,
@@ -75,28 +88,52 @@ def main() -> None:
         kv_cache_dtype=args.kv_cache_dtype,
         speculative_config=speculative_config(args.drafter, args.k, **draft_model),
     )
-    engine = build_engine(config)
-    with torch.inference_mode():
-        for cache in worker_of(engine).paged:
-            fill_cache(cache)
-        for count in rows:
-            set_rows(engine, count, args.context - AHEAD, pages)
-            worker_of(engine).table.inputs.fill(row_ids=list(range(1, count + 1)))
-            ms = timed(engine, StepShape.uniform(count, args.k + 1), WARM, REPLAYS)
-            line = {"rows": count, "k": args.k, "context": args.context, "ms": ms}
-            if args.kv_cache_dtype != "auto":
-                line["kv"] = args.kv_cache_dtype
-            if args.halves:
-                line["decide_ms"] = decide_ms(engine, StepShape.uniform(count, args.k + 1))
-            if args.kernels:
-                line["kernels"] = kernels(engine, StepShape.uniform(count, args.k + 1))
-            print_json(line)
-        if args.prompt:
-            line = {"prompt": args.prompt, "ms": prompt_ms(engine, args.prompt, pages)}
-            if args.kernels:
-                set_prompt(engine, args.prompt, pages)
-                line["kernels"] = kernels(engine, prompt_shape(args.prompt), 1)
-            print_json(line)
+    executor = executor_of(build_engine(config))
+    call = executor.collective_rpc  # every rank runs the same steps
+    call(fill_caches)
+    for count in rows:
+        floor = executor.facts.costs.step(count, args.k, args.context)
+        line = {"rows": count, "k": args.k, "context": args.context, "ranks": args.ranks}
+        line |= call(partial(measure_rows, args=args, count=count, pages=pages))
+        print_json(line | {"floor_ms": round(floor.ms, 3)})
+    if args.prompt:
+        print_json({"prompt": args.prompt, **call(partial(measure_prompt, args=args, pages=pages))})
+
+
+@torch.inference_mode()
+def measure_rows(worker: Worker, args: Namespace, count: int, pages: int) -> dict[str, Any]:
+    """Return the figures of steps of `count` rows, with a context of args.context tokens each."""
+    set_rows(worker, count, args.context - AHEAD, pages)
+    worker.table.inputs.fill(row_ids=list(range(1, count + 1)))
+    shape = StepShape.uniform(count, args.k + 1)
+    line: dict[str, Any] = {"ms": timed(worker, shape, WARM, REPLAYS)}
+    if args.ranks > 1:
+        times = gather_times(worker, line["ms"])
+        line["ranks_ms"] = {"min": min(times), "max": max(times)}
+    if args.kv_cache_dtype != "auto":
+        line["kv"] = args.kv_cache_dtype
+    if args.halves:
+        line["decide_ms"] = decide_ms(worker, shape)
+    if args.kernels:
+        line["kernels"] = kernels(worker, shape)
+    return line
+
+
+@torch.inference_mode()
+def measure_prompt(worker: Worker, args: Namespace, pages: int) -> dict[str, Any]:
+    """Return the figures of a prompt of args.prompt tokens."""
+    line: dict[str, Any] = {"ms": prompt_ms(worker, args.prompt, pages)}
+    if args.kernels:
+        set_prompt(worker, args.prompt, pages)
+        line["kernels"] = kernels(worker, prompt_shape(args.prompt), 1)
+    return line
+
+
+@torch.inference_mode()
+def fill_caches(worker: Worker) -> None:
+    """Fill the keys and values of all pages."""
+    for cache in worker.paged:
+        fill_cache(cache)
 
 
 def fill_cache(cache: Tensor) -> None:
@@ -107,9 +144,10 @@ def fill_cache(cache: Tensor) -> None:
         cache.view(torch.uint8).random_(0, 256)
 
 
-def set_rows(engine: Engine, rows: int, computed: int, pages: int) -> None:
+def set_rows(worker: Worker, rows: int, computed: int, pages: int) -> None:
     """Set rows 1 to `rows` of the table to `computed` tokens, each on separate pages."""
-    table = worker_of(engine).table
+    table = worker.table
+    torch.manual_seed(0)  # all ranks have the same tokens
     for row in range(1, rows + 1):
         table.tokens[row].random_(0, 1000)
         table.computed[row] = computed
@@ -117,28 +155,28 @@ def set_rows(engine: Engine, rows: int, computed: int, pages: int) -> None:
         table.folded[row] = computed
         first = 1 + (row - 1) * pages
         page_ids = list(range(first, first + pages))
-        write_place(table, row, page_ids, row if worker_of(engine).state else 0)
+        write_place(table, row, page_ids, row if worker.state else 0)
 
 
-def timed(engine: Engine, shape: StepShape, warm: int, times: int) -> float:
+def timed(worker: Worker, shape: StepShape, warm: int, times: int) -> float:
     """Return the mean ms of `times` steps after `warm` untimed ones."""
     for _ in range(warm):
-        worker_of(engine).run_step(shape)
-    timer = StepTimer(engine.plan.device)
+        worker.run_step(shape)
+    timer = StepTimer(worker.plan.device)
     for _ in range(times):
-        worker_of(engine).run_step(shape)
+        worker.run_step(shape)
     timer.end()
     timer.wait()
     return round(timer.ms / times, 3)
 
 
-def decide_ms(engine: Engine, shape: StepShape) -> float:
+def decide_ms(worker: Worker, shape: StepShape) -> float:
     """Return the mean ms of the second half of a step, repeated on one first half."""
-    forward, decide = worker_of(engine).run_step
+    forward, decide = worker.run_step
     forwarded = forward(shape)
     for _ in range(WARM):
         decide(forwarded)
-    timer = StepTimer(engine.plan.device)
+    timer = StepTimer(worker.plan.device)
     for _ in range(REPLAYS):
         decide(forwarded)
     timer.end()
@@ -147,12 +185,12 @@ def decide_ms(engine: Engine, shape: StepShape) -> float:
 
 
 def kernels(
-    engine: Engine, shape: StepShape, times: int = PROFILED
+    worker: Worker, shape: StepShape, times: int = PROFILED
 ) -> list[tuple[str, float, float]]:
     """Return (name, launches, us) of each kernel of a step, the slowest first."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(times):
-            worker_of(engine).run_step(shape)
+            worker.run_step(shape)
         torch.cuda.synchronize()
     kernels_by_time = [
         (event.key[:NAME], event.count / times, round(event.device_time_total / times, 1))
@@ -167,19 +205,19 @@ def prompt_shape(tokens: int) -> StepShape:
     return StepShape(1, tokens, tokens, prompt=True)
 
 
-def set_prompt(engine: Engine, tokens: int, pages: int) -> None:
+def set_prompt(worker: Worker, tokens: int, pages: int) -> None:
     """Set one row of the table to a prompt of which no token is computed."""
-    set_rows(engine, 1, 0, pages)
-    worker_of(engine).table.inputs.fill(row_ids=[1], query_lens=[tokens])
+    set_rows(worker, 1, 0, pages)
+    worker.table.inputs.fill(row_ids=[1], query_lens=[tokens])
 
 
-def prompt_ms(engine: Engine, tokens: int, pages: int) -> float:
+def prompt_ms(worker: Worker, tokens: int, pages: int) -> float:
     """Return the lowest ms of a few prompts of one row, each in one step."""
     shape = prompt_shape(tokens)
     times = []
     for _ in range(1 + PROMPTS):
-        set_prompt(engine, tokens, pages)
-        times.append(timed(engine, shape, 0, 1))
+        set_prompt(worker, tokens, pages)
+        times.append(timed(worker, shape, 0, 1))
     return min(times[1:])
 
 

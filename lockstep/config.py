@@ -3,6 +3,7 @@
 All three are frozen.
 """
 
+import json
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -35,6 +36,8 @@ WINDOWS_PAST_END = 3
 """Windows of K + 1 tokens that a row may reach past max_model_len: one for each of two steps in
 flight while the host does not know that the row has ended, and one for the drafts after them."""
 
+MAX_ADAPTERS = 64
+"""Maximum LoRA adapters of an engine: each takes memory next to every layer that it changes."""
 _CHOOSE_ONE = "Choose one of them."
 
 
@@ -57,6 +60,43 @@ def _number_to_text(value: Any) -> Any:
     return str(value) if type(value) is int else value
 
 
+def adapter_paths(value: Any) -> Any:
+    """Return the folder of each adapter by its name, from the forms of vLLM's --lora-modules.
+
+    They are NAME=PATH and {"name": NAME, "path": PATH}, one or a list. Anything else is returned
+    unchanged, for the type to refuse.
+    """
+    if isinstance(value, str) or (isinstance(value, dict) and "name" in value and "path" in value):
+        value = [value]
+    if not isinstance(value, list | tuple):
+        return value
+    pairs = [_adapter_path(one) for one in value]
+    paths = dict(pair for pair in pairs if pair is not None)
+    return paths if len(paths) == len(pairs) else value
+
+
+def _adapter_path(entry: Any) -> tuple[Any, Any] | None:
+    """Return (name, folder) of one adapter; None where the entry has another form."""
+    if isinstance(entry, str) and entry.startswith("{"):
+        try:
+            entry = json.loads(entry)
+        except (ValueError, RecursionError):
+            return None
+    if isinstance(entry, str):
+        name, separator, path = entry.partition("=")
+        return (name, path) if separator else None
+    known = {"name", "path", "base_model_name"}
+    if isinstance(entry, dict) and {"name", "path"} <= set(entry) <= known:
+        return entry["name"], entry["path"]
+    return None
+
+
+AdapterName = Annotated[str, Field(min_length=1, max_length=256)]
+AdapterPaths = Annotated[
+    dict[AdapterName, Annotated[str, Field(min_length=1, max_length=4096), PATH_TO_TEXT]],
+    Field(max_length=MAX_ADAPTERS),
+    BeforeValidator(adapter_paths),
+]
 ModelName = Annotated[str, Field(min_length=1), PATH_TO_TEXT]
 KVCacheDtype = Annotated[str, AfterValidator(_known_format)]
 SkippedLayer = Annotated[
@@ -165,6 +205,12 @@ class EngineConfig(Settings):
         False, "load no tokenizer: prompts and outputs are token ids", remedy=_CHOOSE_ONE
     )
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = setting(0, "seed of dummy weights")
+    lora_modules: AdapterPaths | None = setting(
+        None,
+        "LoRA adapters as NAME=FOLDER; requests choose one by its name",
+        allowed=f"up to {MAX_ADAPTERS} of NAME=FOLDER, each name once",
+        remedy="Correct the list, or leave it out.",
+    )
     tensor_parallel_size: Annotated[int, Field(ge=1, le=MAX_RANKS)] = setting(
         1, "number of GPUs (on a CPU: processes) that hold the model together"
     )
@@ -279,6 +325,7 @@ class StepLimits:
     steps_in_flight: steps launched before the first result is read.
     numerics: text of everything that bits depend on except weights and request.
     quantization: weight format, None for unquantized weights.
+    adapters: digest of each LoRA adapter by its name, in the order of lora_modules.
     """
 
     model_path: Path
@@ -295,6 +342,7 @@ class StepLimits:
     steps_in_flight: int
     numerics: str
     quantization: str | None = None
+    adapters: dict[str, str] = field(default_factory=dict)
 
     @property
     def row_columns(self) -> int:

@@ -2,6 +2,7 @@
 config."""
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,11 @@ BAD: list[tuple[str, Any, str]] = [
     ("cuda_graph_mode", "partial", "full, piecewise, none"),
     ("cuda_graph_mode", ["full"], "full, piecewise, none"),
     ("scheduling_policy", "random", "fcfs, priority"),
+    ("lora_modules", ["sql"], "up to 64 of NAME=FOLDER, each name once"),
+    ("lora_modules", ["sql=a", "sql=b"], "each name once"),
+    ("lora_modules", {"sql": 3}, "NAME=FOLDER"),
+    ("lora_modules", {"": "a"}, "NAME=FOLDER"),
+    ("lora_modules", [{"name": "sql", "path": "a", "rank": 8}], "NAME=FOLDER"),
     ("tensor_parallel_size", 0, "from 1 to 64"),
     ("tensor_parallel_size", True, "from 1 to 64"),
     ("nnodes", 0, "from 1 to 64"),
@@ -154,6 +160,17 @@ def test_unknown_setting_error_names_known_ones() -> None:
     )
     with pytest.raises(ConfigError, match='no "method"; name a drafter'):
         EngineConfig.read(speculative_config={"num_speculative_tokens": 3})
+
+
+def test_adapters_have_the_forms_of_vllm() -> None:
+    entry = {"name": "sql", "path": "a/b=c", "base_model_name": "x"}
+    for value in (["sql=a/b=c"], "sql=a/b=c", entry, [entry], [json.dumps(entry)]):
+        assert EngineConfig.read(lora_modules=value).lora_modules == {"sql": "a/b=c"}
+    paths = {"sql": Path("a"), "name": "b"}
+    assert EngineConfig.read(lora_modules=paths).lora_modules == {"sql": "a", "name": "b"}
+    assert EngineConfig.read().lora_modules is None
+    with pytest.raises(ConfigError, match="up to 64"):
+        EngineConfig.read(lora_modules={f"sql-{i}": "a" for i in range(65)})
 
 
 @pytest.mark.parametrize(

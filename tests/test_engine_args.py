@@ -53,7 +53,7 @@ def test_flag_without_effect_warns_in_python_terms() -> None:
     ("arguments", "message"),
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not.*tensor_parallel_size"),
-        ({"enable_lora": True}, "enable_lora=True is not supported: merge the adapter"),
+        ({"enable_prompt_embeds": True}, "enable_prompt_embeds=True is not supported: prompts"),
         ({"tokenizer": "other"}, "tokenizer='other' is not allowed.*another tokenizer.json"),
         ({"revision": "v2"}, "revision='v2' is not.*`hf download ID --revision REVISION`"),
         ({"disable_log_stats": False}, "disable_log_stats is a setting of the HTTP server"),

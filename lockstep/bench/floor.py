@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lockstep.kernels.exchange.group import DryGroup
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.kv_format import LayerKVFormats
 from lockstep.models.checkpoint import Checkpoint
@@ -46,11 +47,13 @@ def sketch(
     kv_formats: LayerKVFormats | None = None,
     state_dtype: torch.dtype = torch.float32,
     overrides: Mapping[str, Any] | None = None,
+    ranks: int = 1,
 ) -> Sketch:
     """Build the model of a folder's config.json and its draft module without allocating memory.
 
     quantization: as in EngineConfig. kv_formats: formats of the KV cache, None for the dtype.
-    state_dtype: dtype of recurrent states. overrides: hf_overrides. The weight files decide
+    state_dtype: dtype of recurrent states. overrides: hf_overrides. ranks: tensor-parallel size;
+    the sketch is that of the first rank, which has the most columns. The weight files decide
     which weights are quantized, or config.json if there are none. Raises CheckpointError or
     ConfigError.
     """
@@ -71,6 +74,7 @@ def sketch(
             weight_format=read_weight_format(checkpoint.quantization(), quantization),
             kv=kv_formats or LayerKVFormats(),
             state_dtype=state_dtype,
+            group=DryGroup(0, ranks),
         )
         # Nothing is allocated, so the memory of this machine is no limit.
         build.memory_budget.bounded = False
@@ -92,7 +96,7 @@ def prompt_floor(model: Sketch, tokens: int) -> Floor:
 
 
 def describe_floors(step: StepFloor, prompt: Floor) -> dict[str, Any]:
-    """Return both floors as plain data for JSON."""
+    """Return both floors as plain data for JSON. exchanges: with other tensor-parallel ranks."""
     passes = (step.verify.total, step.drafts.total)
     return {
         "rows": step.rows,
@@ -100,6 +104,8 @@ def describe_floors(step: StepFloor, prompt: Floor) -> dict[str, Any]:
         "context": step.context,
         "bytes": sum(part.bytes for part in passes),
         "flops": sum(part.flops for part in passes),
+        "exchanges": step.exchanged.count,
+        "exchanged_bytes": step.exchanged.bytes,
         "verify_floor_ms": round(step.verify.ms, 6),
         "drafts_floor_ms": round(step.drafts.ms, 6),
         "floor_ms": round(step.ms, 6),

@@ -1,5 +1,6 @@
 """Shared parts of benchmark scripts: options, request parameters, clocks, percentiles, output."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -31,9 +32,20 @@ def greedy_params(output_len: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
 
 
-def model_settings(folder: str | None) -> dict[str, Any]:
-    """Return settings for a folder's config.json with random weights, or the bundled model."""
-    return {"model": folder, "load_format": "dummy" if folder else "auto"}
+def model_settings(folder: str | None, ranks: int = 1) -> dict[str, Any]:
+    """Return settings for a folder's config.json with random weights, or the bundled model.
+
+    ranks: tensor-parallel size.
+    """
+    load_format = "dummy" if folder else "auto"
+    return {"model": folder, "load_format": load_format, "tensor_parallel_size": ranks}
+
+
+def add_ranks_option(parser: argparse.ArgumentParser) -> None:
+    """Add --tensor-parallel-size to a script's options, as `ranks`."""
+    parser.add_argument(
+        "--tensor-parallel-size", "-tp", dest="ranks", type=int, default=1, help="number of GPUs"
+    )
 
 
 def speculative_config(method: str, num_drafts: int, **settings: Any) -> dict[str, Any] | None:

@@ -3,12 +3,14 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.llm import LLM
 from lockstep.outputs import RequestOutput
 from lockstep.sampling_params import SamplingParams
+from lockstep.worker.executor import executor_of
+from lockstep.worker.rank_times import end_step_times, start_step_times
 
 WARM_UPS = 3
 """Default number of runs that do not count."""
@@ -22,7 +24,8 @@ class Figures:
 
     decode_tokens_per_s: tokens after each request's first, over the time from the first token to
     the last. wall_tokens_per_s: all tokens over the whole run. ms_per_step: decode time over the
-    steps of the longest request.
+    steps of the longest request. rank_step_ms: mean time of a decode step on each tensor-parallel
+    rank, from its first kernel to its last.
     """
 
     requests: int
@@ -39,6 +42,7 @@ class Figures:
     acceptance_length: float
     acceptance_rate: float
     runs: int
+    rank_step_ms: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,14 +76,18 @@ def measure(
     """
     walls: list[float] = []
     timed: list[list[RequestOutput]] = []
+    executor = executor_of(llm.engine)
     for index in range(warm_ups + runs):
+        if index == warm_ups:
+            executor.collective_rpc(start_step_times)
         progress("warming up" if index < warm_ups else "measuring", index, warm_ups + runs)
         started = time.monotonic()
         outputs = llm.generate(list(prompts), params)
         if index >= warm_ups:
             walls.append(time.monotonic() - started)
             timed.append(outputs)
-    return _figures(timed, walls), timed[-1]
+    rank_step_ms = executor.collective_rpc(end_step_times)
+    return replace(_figures(timed, walls), rank_step_ms=tuple(rank_step_ms)), timed[-1]
 
 
 def compare(

@@ -170,7 +170,7 @@ def _wrapped(owner: Any, name: str, label: str) -> Iterator[None]:
 def _hooked(module: nn.Module, name: str) -> Iterator[None]:
     """Record a module's calls and its ops as named ranges of the profiler.
 
-    An op has a name of its own if the module has submodules, else the name of the module.
+    An op has a separate name if the module has submodules, else the name of the module.
     """
     label = f"{name}:{type(module).__name__}" if is_cached(module) else name
     open_ranges: list[Any] = []

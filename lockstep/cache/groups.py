@@ -14,23 +14,30 @@ from lockstep.cache.host_tier import PAGES, SLOTS, HostPool, HostStore, Key
 from lockstep.cache.pool import Pool
 
 
-def salt_of(text: str) -> bytes:
-    """Return a user's salt as a root of page keys; empty for no salt. It equals no page key."""
-    return blake2b(text.encode("utf-8", "surrogatepass"), person=b"salt").digest() if text else b""
+def salt_of(text: str, adapter: str = "") -> bytes:
+    """Return the root of the page keys of a user's salt and an adapter; empty for neither.
+
+    It equals no page key. adapter: digest of the adapter, "" for the base model.
+    """
+    salt = text.encode("utf-8", "surrogatepass")
+    if adapter:
+        # The digest has a fixed length, so that no salt can continue it to another pair.
+        return blake2b(bytes.fromhex(adapter) + salt, person=b"adapter").digest()
+    return blake2b(salt, person=b"salt").digest() if text else b""
 
 
 @dataclass(eq=False)
 class CacheSeq:
     """Cache record of one request.
 
-    output: the request's own list of answer tokens, which grows. salt: pages are shared among
-    requests of the same salt only; it covers an adapter too. reuse: whether the request may resume
-    cached prefixes. digests: token position -> digest of the content that a placeholder token there
-    stands for, such as an image. pages: page j has tokens [j * page_size, (j + 1) * page_size); the
-    first `published` are cached. slot: state slot, 0 for none. source: slot of the snapshot that
-    the sequence resumed from, 0 for none. branch: tokens of a cached prefix whose state has no
-    snapshot, else 0; another prompt shares the prefix and continues differently after it. keys:
-    keys of the first pages, computed on demand.
+    output: the request's own list of answer tokens, which grows. salt: root of the page keys
+    (salt_of); pages are shared among requests of the same root only. reuse: whether the request may
+    resume cached prefixes. digests: token position -> digest of the content that a placeholder
+    token there represents, such as an image. pages: page j has tokens [j * page_size, (j + 1) *
+    page_size); the first `published` are cached. slot: state slot, 0 for none. source: slot of the
+    snapshot that the sequence resumed from, 0 for none. branch: tokens of a cached prefix whose
+    state has no snapshot, else 0; another prompt shares the prefix and continues differently after
+    it. keys: keys of the first pages, computed on demand.
     """
 
     prompt: Sequence[int]

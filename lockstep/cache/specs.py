@@ -22,7 +22,7 @@ class Part:
     """Tensor of a layer.
 
     shape: per token for PAGED, per slot for STATE. is_history: a circular history buffer with one
-    line per token; a step touches only the lines of its own tokens.
+    line per token; a step touches only the lines of the step's tokens.
     """
 
     name: str

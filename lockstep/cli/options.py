@@ -137,6 +137,8 @@ def _option_type(field: Field[Any], hint: Any) -> tuple[Any, Any]:
         return str | None, None
     if field.name == "kv_cache_dtype_skip_layers":
         return str, ""
+    if field.name == "lora_modules":
+        return list[str] | None, None
     if get_origin(hint) is Literal:
         return str, field.default
     if get_origin(hint) is tuple:
@@ -267,8 +269,14 @@ def read_skip_layers(value: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in value.split(",")) if value else ()
 
 
+def read_lora_modules(value: list[str] | None) -> list[str] | None:
+    """Return the values of --lora-modules, which the setting parses."""
+    return value
+
+
 READERS: dict[str, Callable[[Any], Any]] = {
     "kv_cache_dtype_skip_layers": read_skip_layers,
+    "lora_modules": read_lora_modules,
     "row_buckets": read_row_buckets,
     "speculative_config": read_speculative_config,
 }

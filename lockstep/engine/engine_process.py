@@ -89,7 +89,7 @@ class _Host:
         """Send a message from the calling thread.
 
         A sender thread would have to wait for a core and for the interpreter while the next step
-        runs. Blocks while the pipe is full; drops the message where nobody reads.
+        runs. Blocks while the pipe is full; drops the message once the pipe is closed.
         """
         with self._sending, contextlib.suppress(OSError):
             self._connection.send(message)

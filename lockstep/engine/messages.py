@@ -24,6 +24,7 @@ class EngineRequest:
     eos_token_ids: frozenset[int]
     seed: int
     cache_salt: str
+    adapter: str
     speculate: bool
     grammar: object
 
@@ -39,6 +40,7 @@ class EngineRequest:
             request.eos_token_ids,
             request.seed,
             request.cache_salt,
+            request.adapter,
             request.speculate,
             None if request.grammar is None else request.grammar.recipe,
         )
@@ -54,6 +56,7 @@ class EngineRequest:
             eos_token_ids=self.eos_token_ids,
             seed=self.seed,
             cache_salt=self.cache_salt,
+            adapter=self.adapter,
             speculate=self.speculate,
         )
 

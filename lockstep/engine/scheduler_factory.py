@@ -35,5 +35,6 @@ def make_scheduler(
         "query_len": plan.query_len,
         "row_buckets": plan.row_buckets,
         "drafts_in_pages": plan.draft_vocab_size > 0,
+        "adapters": plan.adapters,
     }
     return scheduler(Cache(cache), **{**arguments, **options})

@@ -71,7 +71,7 @@ class Flag:
 
 
 def acts(name: str, says: str, form: Form = Form.TEXT, **more: Any) -> Flag:
-    """Create a flag that sets a setting, by default the one of its own name."""
+    """Create a flag that sets a setting, by default the setting of the same name."""
     return Flag(name, Kind.ACTS, says, form, **{"setting": name.replace("-", "_"), **more})
 
 

@@ -14,8 +14,7 @@ MANY = Form.MANY
 
 ONE_REPLICA = "start one server per GPU and balance the load; leave it out."
 NO_MEDIA = "only text is read and written, so the flag has no effect"
-NO_ADAPTERS = "merge the adapter into the weights and serve those; leave it out."
-NO_ADAPTERS_NOTE = "no adapters are served, so nothing comes of it"
+ALL_ADAPTERS = "--lora-modules holds each of its adapters from the start, at any rank up to 512"
 NO_OFFLOAD = "the whole model is on the GPU; quantize it (--quantization), or leave it out."
 NO_POOLING = "models generate text here; leave it out."
 NO_PLUGINS = "code is not loaded by name; leave it out."
@@ -702,18 +701,18 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         noted("fail-on-environ-validation", "no environment variable is read", SWITCH),
     ),
     "Adapters": (
-        refused("enable-lora", NO_ADAPTERS, SWITCH, same=(False,)),
-        refused("lora-modules", NO_ADAPTERS, MANY),
-        refused("default-mm-loras", NO_ADAPTERS, JSON, same=({},)),
-        noted("max-loras", NO_ADAPTERS_NOTE, NUMBER),
-        noted("max-lora-rank", NO_ADAPTERS_NOTE, NUMBER),
-        noted("lora-dtype", NO_ADAPTERS_NOTE),
-        noted("enable-tower-connector-lora", NO_ADAPTERS_NOTE, SWITCH),
-        noted("max-cpu-loras", NO_ADAPTERS_NOTE, NUMBER),
-        noted("fully-sharded-loras", NO_ADAPTERS_NOTE, SWITCH),
-        noted("lora-target-modules", NO_ADAPTERS_NOTE, MANY),
-        noted("specialize-active-lora", NO_ADAPTERS_NOTE, SWITCH),
-        noted("enable-mixed-moe-lora-format", NO_ADAPTERS_NOTE, SWITCH),
+        noted("enable-lora", ALL_ADAPTERS, SWITCH, same=(False,)),
+        acts("lora-modules", "LoRA adapters, each served under its name", MANY),
+        refused("default-mm-loras", "only text is supported; leave it out.", JSON, same=({},)),
+        noted("max-loras", ALL_ADAPTERS, NUMBER),
+        noted("max-lora-rank", ALL_ADAPTERS, NUMBER),
+        refused("lora-dtype", "adapters have the model's dtype; leave it out.", same=("auto",)),
+        noted("enable-tower-connector-lora", NO_MEDIA, SWITCH),
+        noted("max-cpu-loras", ALL_ADAPTERS, NUMBER),
+        noted("fully-sharded-loras", "B is cut across GPUs and A is not: no sum crosses", SWITCH),
+        refused("lora-target-modules", "an adapter changes all modules of its files.", MANY),
+        noted("specialize-active-lora", ALL_ADAPTERS, SWITCH),
+        noted("enable-mixed-moe-lora-format", "no adapter changes experts", SWITCH),
     ),
     "Images, video and sound": (
         noted("limit-mm-per-prompt", NO_MEDIA, JSON),

@@ -1,4 +1,4 @@
-"""Kernels: tensors in, tensors out. A folder per op holds its contract, reference and backends."""
+"""Kernels: tensors in, tensors out. A folder per op has its contract, reference and backends."""
 
 from lockstep.kernels.registry import Backend, Op, op
 

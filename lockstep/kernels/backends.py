@@ -1,6 +1,6 @@
 """Discovery of ops, their backends, cases and benchmarks in the packages of lockstep.kernels.
 
-An op's folder holds the contract and the reference in `contract.py` (or `__init__.py`), a module
+An op's folder has the contract and the reference in `contract.py` (or `__init__.py`), a module
 per backend, `cases.py` and, if `lockstep bench kernels` measures its ops, `bench.py`.
 """
 

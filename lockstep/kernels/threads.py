@@ -10,7 +10,7 @@ import torch
 def one_thread() -> Iterator[None]:
     """Run the body's torch operations on one thread, then restore the number of threads."""
     # A thread that uses torch for the first time inside the body starts with one thread too: torch
-    # initialises new threads with the number that was set last, by any thread.
+    # initialises new threads with the last number set, by any thread.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

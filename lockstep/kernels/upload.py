@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 16 << 20
-"""Bytes per staging buffer. Pinned memory holds about two buffers per thread."""
+"""Bytes per staging buffer. About two buffers per thread are pinned."""
 NUM_THREADS = 4
 """Reader threads."""
 

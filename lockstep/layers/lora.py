@@ -55,9 +55,8 @@ class LoRA(nn.Module):
         self.register_buffer("b", build.empty(count, self.rank, self.begins[-1]).data.zero_())
         scales = build.empty(count, len(reads), dtype=torch.float32)
         self.register_buffer("scales", scales.data.zero_())
-        parts = torch.arange(len(reads), dtype=torch.int32)
-        parts = parts.repeat_interleave(torch.tensor(widths))
-        self.register_buffer("parts", parts.to(build.device))
+        parts = [part for part, width in enumerate(widths) for _ in range(width)]
+        self.register_buffer("parts", torch.tensor(parts, dtype=torch.int32, device=build.device))
         self.add = build.op(lora)
 
     def forward(self, y: Tensor, x: Tensor, ctx: StepContext | None) -> Tensor:

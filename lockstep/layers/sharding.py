@@ -123,7 +123,7 @@ class Part:
             share = rank.tokens(self.width) if self.vocabulary else rank.columns(self.width)
             yield share.start, share.stop
             return
-        # Consecutive units are one range; a unit that repeats begins a range of its own.
+        # Consecutive units are one range; a unit that repeats begins another range.
         numbered = enumerate(self.units(rank))
         for _, run in groupby(numbered, lambda pair: pair[1] - pair[0]):
             units = [unit for _, unit in run]

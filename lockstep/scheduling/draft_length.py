@@ -46,7 +46,7 @@ MAX_JUMP = 0.1
 class DraftLengthPolicy(Protocol):
     """Policy that chooses the number of drafts before a step, and observes the step afterwards.
 
-    min_drafts: the smallest number that it chooses.
+    min_drafts: the smallest draft length that it chooses.
     """
 
     @property

@@ -22,11 +22,12 @@ class Request:
 
     priority: lower runs sooner, under the policy "priority". arrival: seconds of time.monotonic().
     seed: always set, even where the user gave none. cache_salt: prefixes are shared among requests
-    of the same salt only. grammar: constraint of the answer. speculate: whether to verify drafts;
-    the tokens are the same either way. max_len: maximum tokens of prompt and answer together; set
-    by the scheduler. token_sources: one per token of the answer. finish_reason: stop, length, abort
-    or error once the request has ended. stop_reason: the id in stop_token_ids that ended it. error:
-    message for the client where finish_reason is "error".
+    of the same salt only. adapter: name of the LoRA adapter that answers, "" for the base model.
+    grammar: constraint of the answer. speculate: whether to verify drafts; the tokens are the same
+    either way. max_len: maximum tokens of prompt and answer together; set by the scheduler.
+    token_sources: one per token of the answer. finish_reason: stop, length, abort or error once the
+    request has ended. stop_reason: the id in stop_token_ids that ended it. error: message for the
+    client where finish_reason is "error".
     """
 
     id: str
@@ -37,6 +38,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     seed: int = 0
     cache_salt: str = ""
+    adapter: str = ""
     grammar: Grammar | None = None
     speculate: bool = True
     max_len: int = 2**31 - 1

@@ -8,7 +8,7 @@ copy fetched pages to the device and run the prompt step.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lockstep.cache.host_tier import Moves
 from lockstep.outputs import Logprob, TokenSource
@@ -21,7 +21,8 @@ class RowSpec:
     """Data of a request that a worker needs while the request has a row.
 
     eos_token_ids: tokens that min_tokens bans. speculate: verify drafts of this row.
-    is_constrained: a grammar masks the tokens of this row.
+    is_constrained: a grammar masks the tokens of this row. adapter: name of its adapter, "" for
+    the base model.
     """
 
     id: str
@@ -31,18 +32,24 @@ class RowSpec:
     seed: int = 0
     speculate: bool = True
     is_constrained: bool = False
+    adapter: str = ""
 
     @classmethod
     def of(cls, request: Request) -> "RowSpec":
         """Return the data of a request as it is now."""
+        params = request.params
+        if params.structured_outputs is not None:
+            # The host has compiled them; a pydantic model among them may not pickle.
+            params = replace(params, structured_outputs=None)
         return cls(
             id=request.id,
             prompt_token_ids=request.prompt_token_ids,
-            params=request.params,
+            params=params,
             eos_token_ids=request.eos_token_ids,
             seed=request.seed,
             speculate=request.speculate,
             is_constrained=request.is_constrained,
+            adapter=request.adapter,
         )
 
 

@@ -11,7 +11,7 @@ no deadlock, and where a request ends does not depend on the number of drafts. T
 that length go to the null page and are never read for a token that counts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.cache.cache import Cache
@@ -82,7 +82,8 @@ class Scheduler:
     query_len: maximum tokens that a decoding row brings to a step (K + 1). row_buckets: numbers of
     rows that decode steps are padded to, ascending; None pads nothing. draft_policy: chooses the
     drafts per step; None: always query_len - 1. drafts_in_pages: a draft module writes drafts to
-    the rows' pages, one window after the step's own tokens. dropped, answers: fields of the next
+    the rows' pages, one window after the step's own tokens. adapters: digest of each adapter by its
+    name. dropped, answers: fields of the next
     schedule.
 
     With recurrent layers, prompt chunks end on multiples of the page size.
@@ -101,6 +102,7 @@ class Scheduler:
         policy: str = "fcfs",
         preempt_every: int = 0,
         drafts_in_pages: bool = False,
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
         if policy not in ("fcfs", "priority"):
             raise ConfigError(
@@ -121,6 +123,7 @@ class Scheduler:
         self.accepted_at = [0] * (query_len - 1)  # accepted drafts, by their place
         self.query_len = query_len
         self.drafts_in_pages = drafts_in_pages
+        self.adapters = adapters or {}
         self.reach = 2 * query_len if drafts_in_pages else query_len
         self.row_buckets = row_buckets
         self.draft_policy = draft_policy or FixedDraftLength(query_len - 1)
@@ -162,6 +165,13 @@ class Scheduler:
 
         Reads no mutable state, so any thread may call it.
         """
+        if request.adapter and request.adapter not in self.adapters:
+            allowed = ", ".join(map(repr, self.adapters)) or "none"
+            raise RequestError(
+                f"adapter={request.adapter!r} is not allowed; allowed: {allowed} (lora_modules). "
+                "Name one of them, or leave it out for the base model.",
+                "adapter",
+            )
         length = len(request.prompt_token_ids)
         capacity = self.cache.capacity
         if not 1 <= length < self.max_model_len:
@@ -191,11 +201,16 @@ class Scheduler:
         rank = request.priority if self.policy == "priority" else 0
         # Prompt log-probabilities need every position computed, so no prefix is reused.
         reuse = request.params.prompt_logprobs is None
-        salt = salt_of(request.cache_salt)
-        seq = CacheSeq(request.prompt_token_ids, request.output_token_ids, salt, reuse)
+        root = self.cache_root(request)
+        seq = CacheSeq(request.prompt_token_ids, request.output_token_ids, root, reuse)
         entry = Entry(request, seq, (rank, self.arrivals))
         self.queue.push(entry)
         self.entries[request.id] = entry
+
+    def cache_root(self, request: Request) -> bytes:
+        """Return the root of a request's page keys."""
+        digest = self.adapters[request.adapter] if request.adapter else ""
+        return salt_of(request.cache_salt, digest)
 
     def abort(self, request_id: str, reason: str = "abort") -> Request | None:
         """End a request in any phase; results in flight are ignored. Returns None for an unknown

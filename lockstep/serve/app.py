@@ -404,7 +404,7 @@ async def _respond(writer: ResponseWriter, stream: bool, request: Request) -> Re
     finally:
         writer.close()
     if response is None:
-        # nginx's status for a client that closed the connection; nobody reads it.
+        # nginx's status for a client that closed the connection; no client reads it.
         return Response(status_code=499)
     return JSONResponse(response, headers=ignored_fields_header(writer.ignored_fields))
 

@@ -46,7 +46,7 @@ class Taken(NamedTuple):
 class Scan:
     """Single pass over a text for markers. The first complete marker wins; of several, the longest.
 
-    The longest suffix that is a prefix of a marker is held back. The work is linear in the text,
+    The longest suffix that is a prefix of a marker is delayed. The work is linear in the text,
     and results do not depend on how the text is cut into parts.
     """
 

@@ -1,7 +1,7 @@
 """Builders of a worker's parts: device, step limits, numerics, model and program."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -26,6 +26,7 @@ from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.config_reader import ConfigReader
 from lockstep.models.hub import folder_of
 from lockstep.models.loader import LoadResult, build_model, fill_dummy, load_weights
+from lockstep.models.lora_adapters import place_adapters, read_adapters
 from lockstep.models.rope import longest_sequence
 from lockstep.quantization import WeightFormat
 from lockstep.spec import drafter_module
@@ -129,6 +130,7 @@ def step_limits(
     drafting = config.speculative_config
     cuda = device == "cuda"
     rows = config.max_num_seqs or (GPU_ROWS if cuda else CPU_ROWS)
+    adapters = {one.name: one.digest for one in read_adapters(config.lora_modules or {})}
     return StepLimits(
         model_path=checkpoint.folder,
         device=device,
@@ -146,8 +148,10 @@ def step_limits(
             assumed_numerics or numerics(device, dtype, weight_format, *_kept_as(config, dtype))
         )
         + _synthetic(config)
-        + _overridden(config),
+        + _overridden(config)
+        + _adapted(adapters),
         quantization=None if weight_format is None else weight_format.name,
+        adapters=adapters,
     )
 
 
@@ -223,6 +227,13 @@ def _overridden(config: EngineConfig) -> str:
     return f"/hf-overrides-{sha256(spelled.encode()).hexdigest()[:8]}"
 
 
+def _adapted(adapters: Mapping[str, str]) -> str:
+    """Return the numerics suffix of LoRA adapters: a name may stand for other weights."""
+    if not adapters:
+        return ""
+    return f"/adapters-{sha256(json.dumps(adapters).encode()).hexdigest()[:8]}"
+
+
 # The model, and the program of a step.
 
 
@@ -244,7 +255,11 @@ def build_models(
     Returns (target, draft module or None, None for random weights).
     """
     model = build_model(checkpoint.raw, build)
+    # Before the weights are read: an adapter of another model is refused at once.
+    placed = place_adapters(model, read_adapters(config.lora_modules or {}))
     draft = build_draft(config, checkpoint, model, build)
+    for adapter in placed:
+        adapter.load()
     if config.load_format == "dummy":
         fill_dummy(model, draft, config.seed, build)
         return model, draft, None

@@ -100,7 +100,7 @@ class CapturedFunction:
                 with torch.cuda.graph(graph, pool=self.pool):
                     try:
                         with capture_checks(self.pool):
-                            epochs.advance()  # each replay has epochs of its own
+                            epochs.advance()  # each replay has new epochs
                             result = self.fn(*graph_arguments)
                     except RuntimeError as error:
                         fault = error

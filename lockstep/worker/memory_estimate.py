@@ -22,6 +22,7 @@ from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Weight
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model
+from lockstep.models.lora_adapters import adapter_table, read_adapters
 from lockstep.quantization import WeightFormat
 from lockstep.spec import passes_of
 from lockstep.step import StepShape
@@ -89,6 +90,7 @@ class DryEngine:
                 kv=kv_layers(config, dtype),
                 state_dtype=state_dtype(config),
                 group=DryGroup(rank, config.tensor_parallel_size),
+                adapters=adapter_table(read_adapters(config.lora_modules or {})),
             )
             self.build.memory_budget.bounded = False  # fake tensors take no memory
             self.model = build_model(checkpoint.raw, self.build)

@@ -104,6 +104,7 @@ class _Session:
         link = self._link
         last_frame = time.monotonic()
         while True:
+            # A head that is stopped, or a network that drops packets, closes no connection.
             if not link.connection.poll(WATCH_SECONDS):
                 limit = SILENT_SECONDS if self._is_ready else STARTING_SILENT_SECONDS
                 if time.monotonic() - last_frame > limit:
@@ -136,11 +137,13 @@ class _Session:
                     for rank, report in self._ranks.read(connection):
                         self._link.send(REPORT, encode_report(rank, report))
                         if isinstance(report, Failed):
+                            # The head ends the connection now, and this node its other ranks.
                             self._rank_ended.set()
                             return
                         if isinstance(report, Ready):
                             ready.add(rank)
                 self._link.beat()
+                # From here on no rank maps the memory any more, and silence counts as an end.
                 if len(ready) == len(self._ranks.ranks) and not self._is_ready:
                     self._is_ready = True
                     self._ranks.unname()

@@ -32,7 +32,7 @@ END = b"E"
 """Kind of a frame to a node: the head has ended; text says why if it failed."""
 LOCALHOST = "127.0.0.1"
 LOOPBACK = ("localhost", LOCALHOST)
-"""Values of master_addr for which the head expects nodes of its own host alone."""
+"""Values of master_addr for which only processes of the head's host can join."""
 RANK = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 1 << 30
 """Limit of a message to ranks: masks of 1,024 rows with 8 drafts take 300 MB."""
@@ -93,9 +93,12 @@ class Link:
         self._max_bytes = max_bytes
         self._sending = threading.Lock()
         connected.setblocking(True)
+        # A schedule must not wait until the answer to the frame before it has arrived.
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # The kernel's limits: Connection has none of its own, and no thread may wait forever.
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(STALL_SECONDS))
         self.limit_receive(HELLO_SECONDS)
+        # A descriptor of its own: shutdown() of the socket still ends both.
         self.connection = Connection(socket.dup(connected.fileno()))
 
     @property
@@ -175,7 +178,11 @@ class RemoteNode:
             self._last_frame = time.monotonic()
             if kind != REPORT:
                 return []
-            return [(RANK.unpack_from(data)[0], decode_plain(data[RANK.size :]))]
+            rank = RANK.unpack_from(data)[0]
+            report = decode_plain(data[RANK.size :])
+            if rank not in self.ranks or not isinstance(report, Report):
+                raise ValueError(f"rank {rank}: {type(report).__name__}")
+            return [(rank, report)]
         except (OSError, EOFError) as error:
             reason = str(error) or "the connection was closed"
             why = f"its node has ended, or the network between the nodes: {reason}"
@@ -185,7 +192,11 @@ class RemoteNode:
 
     def send(self, data: bytes, check: Callable[[], None]) -> None:
         """See RankHost."""
-        self.link.send(MESSAGE, data)
+        try:
+            self.link.send(MESSAGE, data)
+        except OSError:
+            self.link.shutdown()  # read() then names the node: half of a frame cannot be mended
+            raise
 
     def beat(self) -> None:
         """See RankHost."""

@@ -14,6 +14,7 @@ from lockstep.errors import ConfigError
 
 MODULES = frozenset(
     {
+        "lockstep.cache.host_tier",
         "lockstep.config",
         "lockstep.sampling_params",
         "lockstep.scheduling.schedule",
@@ -29,6 +30,8 @@ NAMES = frozenset(
         ("pathlib", "PosixPath"),
         ("pathlib._local", "PosixPath"),  # its name in Python 3.13
         ("lockstep.worker.audit", "compare_ranks"),
+        ("lockstep.worker.rank_times", "end_step_times"),
+        ("lockstep.worker.rank_times", "start_step_times"),
         ("lockstep.worker.worker", "Worker.probe"),
     }
 )

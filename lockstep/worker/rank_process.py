@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import socket
 import threading
 import traceback
 from collections import deque
@@ -151,7 +150,8 @@ def make_group(
     from lockstep.kernels.exchange.peer_memory import PeerGroup, reaches_peers
 
     by_nccl = config.disable_custom_all_reduce
-    if not by_nccl and reaches_peers(store, index, size, socket.gethostname()):
+    # By the node's number: containers on two hosts may have one host name.
+    if not by_nccl and reaches_peers(store, index, size, f"node {config.node_rank}"):
         return PeerGroup(store, index, size, seconds)
     return NcclGroup(store, index, size, seconds)
 

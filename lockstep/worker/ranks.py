@@ -151,6 +151,7 @@ class RankWatch:
             for rank, report in reports:
                 last_report[rank] = now
                 self._take(rank, report)
+            # Nodes first: the ranks of a silent node are silent too.
             for host in self.hosts:
                 limit = SILENT_SECONDS if self.serving else STARTING_SILENT_SECONDS
                 if host.silent_for > limit:
@@ -190,6 +191,7 @@ class RankWatch:
             return
         self.closing = True
         for host in self.hosts:
+            # After a failure the connections are gone, and a node waits for the next engine.
             if isinstance(host, RemoteNode) and self.failure is None:
                 host.end(why)
         with contextlib.suppress(OSError, RankError):
@@ -319,7 +321,7 @@ class PeerRanks:
         self._running.check()
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         if self._has_nodes and isinstance(message, Call):
-            decode_plain(data)
+            decode_plain(data)  # as the ranks of other nodes will: they would end by its error
         try:
             self._running.send(data)
         except OSError as error:

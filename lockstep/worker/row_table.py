@@ -16,6 +16,7 @@ from lockstep.kernels.stream_copies import copy_to_device
 from lockstep.layers.build_context import BuildContext
 from lockstep.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_IDS
 from lockstep.step import StepContext, StepShape, Verdict, flush_after
+from lockstep.worker.adapter_column import adapter_column
 
 WORD_BITS = 32
 """Tokens per word of `allowed`."""
@@ -50,7 +51,7 @@ class RowTable(RowTensors):
     drafts.
 
     allowed [N, ceil(V / 32)] int32: per logit row of a step, bits of the tokens that a grammar
-    allows; not read for rows without a grammar.
+    allows; not read for rows without a grammar. adapters: adapter of each row.
     """
 
     def __init__(self, plan: StepLimits, build: BuildContext, vocab: int) -> None:
@@ -72,6 +73,7 @@ class RowTable(RowTensors):
         )
         bad_words = (MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
         self.sampling = SamplingState.empty(rows, vocab, MAX_STOP_IDS + 4, bad_words, device)
+        self.adapters = adapter_column(tuple(plan.adapters), rows, device)
         self.inputs = StepInputs(rows, device)
         # All bits set: a row whose mask was never uploaded allows every token.
         decided = plan.max_num_seqs * plan.query_len
@@ -87,7 +89,7 @@ class RowTable(RowTensors):
     def row_tensors(self) -> list[Tensor]:
         """Return the tensors of a row, without pages and state, that move when it is preempted."""
         tensors = [self.tokens, self.prompt_len, self.computed, self.folded, self.drafts]
-        return tensors + [self.draft_limit] + self.sampling.tensors()
+        return tensors + [self.draft_limit] + self.sampling.tensors() + self.adapters.tensors()
 
     def prepare(self, shape: StepShape) -> StepContext:
         """Return the step that the inputs describe, at the rows' own lengths."""
@@ -105,6 +107,7 @@ class RowTable(RowTensors):
             snapshot_slots=inputs.snapshot_slots[:rows],
             flush=self.flush,
             logit_rows=ends if shape.prompt else slice(None),
+            adapter_ids=self.adapters.of_tokens(row_ids, metadata["token_rows"]),
             **metadata,
         )
 

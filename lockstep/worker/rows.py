@@ -37,6 +37,7 @@ def write_row(table: RowTable, row: int, spec: RowSpec, start: int) -> None:
     copy_to_device(-1, table.drafts[row])  # drafts of the row's previous request
     max_drafts = table.drafts.shape[1] if spec.speculate else 0
     copy_to_device(max_drafts, table.draft_limit[row])
+    table.adapters.write(row, spec.adapter)
     write_sampling(table.sampling, row, spec, prompt)
 
 

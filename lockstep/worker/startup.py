@@ -14,6 +14,7 @@ from lockstep.kernels.exchange import ALONE, RankGroup
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.memory_budget import MemoryBudget
 from lockstep.models.checkpoint import Checkpoint
+from lockstep.models.lora_adapters import adapter_table, read_adapters
 from lockstep.quantization import WeightFormat, read_weight_format
 from lockstep.step import StepShape
 from lockstep.worker import memory
@@ -120,6 +121,7 @@ class WorkerStartup:
             kv=kv_layers(config, dtype),
             state_dtype=state_dtype(config),
             group=group,
+            adapters=adapter_table(read_adapters(config.lora_modules or {})),
         )
         self.model: Any
         self.model, self.draft, self.loaded = build_models(

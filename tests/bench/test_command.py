@@ -1,6 +1,7 @@
 """The commands of lockstep bench: default subcommand, floor, trace, kernels, bounds of options."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from typer.testing import CliRunner, Result
 from lockstep.bench import kernels
 from lockstep.cli import app
 from lockstep.errors import ConfigError, brief
+from lockstep.worker import executor
+from tests.thread_ranks import ThreadRanks
 from tests.tiny_model import TWO_LAYERS, make_model
 
 SMALL = ("--batch-size", "2", "--input-len", "70", "--output-len", "6")
@@ -57,6 +60,28 @@ def test_floor_with_a_run(model: str) -> None:
         result["ms_per_step"] / result["floor_ms"], rel=0.05
     )
     assert "measured / floor" in output.stdout
+
+
+def test_floor_alone_of_a_rank(model: str) -> None:
+    whole, rank = (
+        last_line(run("--floor", model, *SMALL, "--json", "--tensor-parallel-size", size))
+        for size in ("1", "2")
+    )
+    assert (whole["exchanges"], whole["exchanged_bytes"]) == (0, 0)
+    assert rank["tensor_parallel_size"] == 2 and rank["exchanges"] > 8
+    assert rank["bytes"] < 0.7 * whole["bytes"]
+
+
+def test_a_run_on_two_ranks_shows_the_times_of_both(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "start_ranks", ThreadRanks)
+    output = run(model, "--floor", "--load-format", "dummy", *SMALL, *ONCE, "-tp", "2")
+    result = last_line(output)
+    assert result["tensor_parallel_size"] == len(result["rank_step_ms"]) == 2
+    assert all(0 < ms < 2 * result["ms_per_step"] for ms in result["rank_step_ms"])
+    assert "on the ranks, min / max" in output.stdout and "2 ranks" in output.stdout
+    assert re.search(r"verify: \d+ exchanges", output.stdout)
 
 
 @pytest.mark.parametrize(("count", "query_len"), [("0", 1), ("5", 6)])

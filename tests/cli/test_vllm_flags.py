@@ -56,7 +56,7 @@ def read(*words: str) -> tuple[list[str], list[str]]:
     return Reader(options, notes.append).line(list(words)), notes
 
 
-REPEATABLE = ("api-key", "served-model-name")
+REPEATABLE = ("api-key", "served-model-name", "lora-modules")
 
 
 def only_word(*words: str) -> str:
@@ -238,6 +238,7 @@ def test_default_values_are_silent(words: tuple[str, ...]) -> None:
         (("--disable-access-log-for-endpoints", "/health"), "only if --uvicorn-log-level is info"),
         (("--h11-max-header-count", "256"), "--h11-max-header-count has no effect"),
         (("--trust-remote-code",), "no code of a checkpoint is run"),
+        (("--enable-lora",), "--enable-lora has no effect: --lora-modules holds"),
         (("--no-enable-flashinfer-autotune",), "--enable-flashinfer-autotune has no effect"),
     ],
 )
@@ -250,7 +251,7 @@ def test_ignored_flags_are_noted_in_one_line(words: tuple[str, ...], message: st
     ("words", "parts"),
     [
         (("--pipeline-parallel-size", "2"), ("--pipeline-parallel-size=2 is", "1.", "Share the")),
-        (("--enable-lora",), ("--enable-lora is not supported", "merge the adapter")),
+        (("--lora-dtype", "float16"), ("--lora-dtype='float16'", "auto", "the model's dtype")),
         (("--no-language-model-only",), ("--no-language-model-only is not supported",)),
         (("--runner", "pooling"), ("--runner='pooling'", "auto, generate", "leave it out")),
         (

@@ -36,6 +36,7 @@ def expected() -> list[list[int]]:
     return [request.output_token_ids for request in run(make_engine(None), [True] * 4)]
 
 
+@pytest.mark.default_cases("usual-mtp", "preempted-ngram")
 @pytest.mark.parametrize(
     ("scenario", "drafter"),
     [*((scenario, "mtp") for scenario in SCENARIOS), ("preempted", "ngram")],

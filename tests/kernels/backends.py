@@ -15,11 +15,12 @@ from torch import Tensor
 
 from lockstep.kernels import Op
 from lockstep.kernels.backends import all_ops, layer_traits, load, load_cases
-from lockstep.kernels.exchange import exchange
+from lockstep.kernels.exchange import exchange, exchange_add_rms_norm
 
 load()
-OPS = tuple(op for op in all_ops().values() if op is not exchange)
-"""Ops of one rank. An exchange has no kernel: tests/kernels/test_exchange.py."""
+EXCHANGES = (exchange, exchange_add_rms_norm)
+OPS = tuple(op for op in all_ops().values() if op not in EXCHANGES)
+"""Ops of one rank. Exchanges: tests/kernels/test_exchange.py and test_push.py."""
 CPU = ("reference", "cpu")
 """Backends that run on a CPU. INTERPRETED runs there under Triton's interpreter."""
 INTERPRETED = "triton"

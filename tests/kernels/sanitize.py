@@ -162,12 +162,35 @@ BEYOND_CASES = {("linear", "quantized", "bfloat16"): run_stream_k}
 """Further launches of a backend, for kernels that no case is large enough for."""
 
 
+def run_push() -> None:
+    """Launch every case of the exchange between GPUs, with peers that have already sent."""
+    import torch
+
+    from lockstep.kernels.exchange import push
+    from tests.kernels.recorded_peers import recorded_cases
+
+    for limit in (push.PACKET_LIMIT, 0):  # packets, then flags
+        push.PACKET_LIMIT = push.NORM_ROWS = limit
+        for count, (_, op, arguments) in enumerate(recorded_cases(torch.bfloat16, "cuda"), 1):
+            op.backends["push"].run(**arguments)
+            torch.cuda.synchronize()
+            print(f"{CASE}{count}", flush=True)
+
+
+EXCHANGES = {("exchange", "push", "bfloat16"): run_push}
+"""Backends of several ranks, whose cases are no cases of a single one."""
+
+
 def run_cases(op_name: str, backend_name: str, dtype: str) -> None:
     """Run the chosen cases of one backend once."""
     import torch
 
     from tests.kernels.backends import OPS, Backend
 
+    if run := EXCHANGES.get((op_name, backend_name, dtype)):
+        run()
+        print(DONE, flush=True)
+        return
     op = next(op for op in OPS if op.name == op_name)
     backend = Backend(backend_name, "cuda", getattr(torch, dtype))
     count = 0
@@ -188,6 +211,7 @@ def jobs(tools: list[str], names: list[str], dtypes: list[str]) -> list[Job]:
     chosen = [op for op in OPS if not names or op.name in names]
     pairs = [param.values for param in of_every_op(chosen, reference=False)]
     kinds = [(op.name, b.name, str(b.dtype).removeprefix("torch.")) for op, b in pairs if b.on_gpu]
+    kinds += [kind for kind in EXCHANGES if not names or kind[0] in names]
     # Racecheck of Hopper's kernels takes longest: it begins before all others.
     kinds.sort(key=lambda kind: not kind[1].startswith("hopper"))
     order = [tool for tool in reversed(TOOLS) if tool in tools]

@@ -53,6 +53,7 @@ def test_add_rms_norm_equals_add_then_norm(backend):
     assert same_bits(out, backend.run(rms_norm, dict(x=x + delta, **norm)))
 
 
+@pytest.mark.covering(strength=2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("width", [40, 1000, 5120])
 @pytest.mark.parametrize("count", [2, 4])
@@ -81,6 +82,7 @@ def test_silu_mul_row_is_batch_independent(backend, inner):
         assert same_bits(backend.run(silu_mul, dict(gate_up=gate_up[s])), full[s])
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_rope_and_cache_row_is_batch_independent(backend, layer):

@@ -223,6 +223,7 @@ def hard_arguments(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, A
     return arguments | {"weight": weight, "kv": kv}
 
 
+@pytest.mark.covering(strength=2)
 @pytest.mark.parametrize("backend", WRITERS)
 @QUANTIZERS
 @pytest.mark.parametrize("size", [(7, 2, 12, 32, 8), (5, 0, 16, 512, 64)], ids=str)

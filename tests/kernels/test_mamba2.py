@@ -75,7 +75,7 @@ def test_time_steps_are_clamped() -> None:
     torch.testing.assert_close(g, -torch.exp(layer.a_log) * step)
 
 
-@pytest.mark.covering(strength=2)
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("flush", [1, 5, 20])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("state", STATES, ids=str)

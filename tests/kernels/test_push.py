@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import get_context
 
 import pytest
@@ -17,6 +18,7 @@ from lockstep.kernels.exchange.cases import needed_columns
 from lockstep.kernels.exchange.device_push import TAGS, Peers
 from lockstep.kernels.exchange.peer_memory import FLAGS, SLOTS
 from lockstep.kernels.norm.triton import add_rms_norm_triton
+from tests.kernels.recorded_peers import recorded_cases
 
 load()
 SECONDS = 60
@@ -71,6 +73,7 @@ def equal(found: Tensor, expected: Tensor) -> bool:
     )
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("packets", [True, False], ids=["packets", "flags"])
 @pytest.mark.parametrize("widths", [(16, 16), (24, 16, 8), (1026, 2)], ids=str)
 def test_every_rank_has_all_columns_after_many_exchanges(
@@ -120,6 +123,7 @@ def test_columns_are_made_of_partials_and_activations(
     run_processes(2, run)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("widths", [(48, 48), (40, 24, 24)], ids=str)
 def test_a_norm_waits_for_its_columns(widths: tuple[int, ...], parts: int) -> None:
@@ -188,3 +192,34 @@ def test_gpus_exchange_random_tensors() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert "exchanges, equal on each" in done.stdout
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("dtype", "packets"),
+    [
+        (torch.bfloat16, True),
+        pytest.param(torch.bfloat16, False, marks=pytest.mark.slow),
+        pytest.param(torch.float32, False, marks=pytest.mark.slow),
+    ],
+)
+def test_every_case_of_the_exchange(
+    dtype: torch.dtype, packets: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(push, "PACKET_LIMIT", push.PACKET_LIMIT if packets else 0)
+    monkeypatch.setattr(push, "NORM_ROWS", push.NORM_ROWS if packets else 0)
+    close = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
+    for name, op, arguments in recorded_cases(dtype, device):
+        expected = torch.cat(arguments["group"].parts, dim=1).to(device)
+        if op is exchange_add_rms_norm:
+            found = op.backends["push"].run(**arguments | {"add_norm": add_rms_norm_triton})
+            inputs = (arguments[key] for key in ("weight", "eps", "offset"))
+            close(found, add_rms_norm_triton(arguments["x"], expected, *inputs), msg=name)
+            continue
+        found = op.backends["push"].run(**arguments)
+        needed = arguments["needed"].cpu() if "needed" in arguments else None
+        read = needed_columns(needed, arguments["widths"], len(found)).to(device)
+        # The reference's activations have other bits.
+        tolerance = 1e-2 if "act" in arguments else 0
+        close(found[read], expected[read], rtol=tolerance, atol=tolerance, msg=name)

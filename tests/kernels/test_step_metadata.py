@@ -25,7 +25,7 @@ def test_metadata_equals_reference(op, backend, monkeypatch):
     assert_equals_the_reference(op, backend, monkeypatch)
 
 
-@pytest.mark.covering(strength=2)
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("width", [1, 2, 5, 8])
 @pytest.mark.parametrize("grid", [1, 16])

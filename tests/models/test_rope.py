@@ -57,6 +57,7 @@ def rope_of(raw: dict[str, Any]) -> Rope:
     return read_rope(ConfigReader(raw), HEAD_DIM, 1.0)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_rope_frequencies_equal_transformers(name: str, length: int) -> None:

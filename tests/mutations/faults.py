@@ -40,12 +40,14 @@ STORED = "tests/quantization/test_stored.py"
 STORED_MAPS = f"{STORED}::test_loaded_weight_equals_represented_weight"
 REFUSED = "tests/quantization/test_refused.py"
 OF_CHECKPOINTS = "tests/quantization/test_expert_checkpoints.py"
+OF_ADAPTERS = "tests/engine/test_adapters.py"
 OF_EXPERTS = "tests/kernels/test_experts.py"
 OF_ROUTE = "tests/kernels/test_route.py"
 OF_PACKED = "tests/kernels/test_quantized_weights.py"
 OF_KV = "tests/kernels/test_kv.py"
 OF_KV_LATENTS = "tests/kernels/test_kv_latents.py"
 OF_LATENTS = "tests/kernels/test_latent_attention.py"
+OF_NODES = "tests/worker/test_nodes.py"
 OF_DEEPSEEK = "tests/models/test_deepseek_v3.py"
 OF_TURBOQUANT = "tests/kernels/test_turboquant.py"
 OF_KV_FORMATS = "tests/regressions/test_f3_kv_formats.py"
@@ -190,6 +192,26 @@ FAULTS = (
         "$parent = self.salt",
     ),
     Fault(
+        "page key without the adapter", "cache", SCHEDULER, "Scheduler.cache_root",
+        "return salt_of($salt, $digest)",
+        "return salt_of($salt)",
+        f"{OF_ADAPTERS}::test_no_prefix_is_shared_between_adapters",
+    ),
+    Fault(
+        "every token has the adapter of the first row", "worker", "worker.adapter_column",
+        "AdapterColumn.of_tokens",
+        "return self.by_row[$row_ids][$token_rows]",
+        "return self.by_row[$row_ids][0 * $token_rows]",
+        f"{OF_ADAPTERS}::test_batch_of_adapters_equals_single_rows",
+    ),
+    Fault(
+        "adapter not moved at preemption", "worker", "worker.adapter_column",
+        "AdapterColumn.tensors",
+        "return [self.by_row]",
+        "return []",
+        f"{OF_ADAPTERS}::test_adapters_equal_single_rows_on_every_engine",
+    ),
+    Fault(
         "snapshots not pinned", "cache", GROUPS, "StateGroup.resume",
         "self.pins.extend($sources)",
         "for source in $sources:\n"
@@ -283,9 +305,9 @@ FAULTS = (
     Fault(
         "token counts not moved at preemption",
         "worker", "worker.row_table", "RowTable.row_tensors",
-        "return $values + [self.draft_limit] + self.sampling.tensors()",
+        "return $values + [self.draft_limit] + self.sampling.tensors() + $adapters",
         "return $values + [self.draft_limit] + [t for t in self.sampling.tensors() if t is not "
-        "self.sampling.counts]",
+        "self.sampling.counts] + $adapters",
     ),
     Fault(
         "convolution inputs not moved at preemption", "worker", TRANSFERS, "Transfers.back",
@@ -1369,6 +1391,33 @@ FAULTS = (
         "    ...\n"
         "$proposal = self.prepare()\n"
         "$proposal.try_consume_tokens($real[1:])",
+    ),
+    Fault(
+        "ranks with other weights work together", "worker", "worker.agreement", "check_identity",
+        "$mine.get($name) != $theirs.get($name)",
+        "$theirs.get($name) is None",
+        f"{OF_NODES}::test_checkpoints_are_compared_by_their_contents",
+    ),
+    Fault(
+        "the draft model's weights are not compared", "worker", "worker.agreement", "identity_of",
+        "$identity[\"draft model's weights\"] = weights_digest(find_model($draft))",
+        "",
+        f"{OF_NODES}::test_draft_models_are_compared_by_their_contents",
+    ),
+    Fault(
+        "an idle engine does not notice a dead rank", "worker", "engine.engine_loop",
+        "EngineLoop.run",
+        "$executor.call_on_failure(self._end_by_failure)",
+        "",
+        "tests/worker/test_ranks.py::"
+        "test_processes_give_the_answers_of_one_rank_until_one_is_killed",
+    ),
+    Fault(
+        "messages of other hosts name any function", "worker", "worker.plain_data",
+        "_Unpickler.find_class",
+        "$is_plain and $item.__module__ == $module",
+        "$item is not None",
+        f"{OF_NODES}::test_messages_reach_nothing_that_a_module_imports",
     ),
 )  # fmt: skip
 

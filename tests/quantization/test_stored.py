@@ -89,6 +89,7 @@ def loaded(settings: dict[str, Any], tensors: Tensors, n: int, k: int) -> Tensor
     return weight.dequantize(torch.float32)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("shape", [(192, 144), (7, 33), (300, 205), (256, 256)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_loaded_weight_equals_represented_weight(name: str, shape: tuple[int, int]) -> None:

@@ -92,6 +92,7 @@ def test_16_bit_state_has_its_own_numerics(make: Callable[..., LLM]) -> None:
     assert full != half
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("fault", replay_faults(cpu.replay))
 def test_state_read_at_a_wrong_position_is_detected(
     make: Callable[..., LLM],

@@ -74,7 +74,6 @@ def test_chunks_drafts_and_preemption_keep_the_answer(
     assert llm.engine.scheduler.cache.hit_tokens > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("k", some_slow([1, 3, 15], (15,)))
 def test_answers_longer_than_the_token_ring_are_equal(make: Callable[..., LLM], k: int) -> None:
     """Only long answers let a state lack the maximum, 15 tokens and a window, so that the ring

@@ -21,19 +21,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
+from lockstep import LLM
+from lockstep.cache.host_tier import Move
 from lockstep.config import EngineConfig
 from lockstep.engine_builder import build_engine
 from lockstep.errors import ConfigError, EngineDeadError, LockstepError
-from lockstep.scheduling.schedule import Schedule
+from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.request import Request
+from lockstep.scheduling.schedule import Admission, RowSpec, Schedule
 from lockstep.worker import node, node_link, ranks
 from lockstep.worker.agreement import check_identity, identity_of, shown
+from lockstep.worker.audit import compare_ranks
 from lockstep.worker.build import find_model
 from lockstep.worker.executor import executor_of
 from lockstep.worker.node import run_node
-from lockstep.worker.node_link import Hello, Link, NodeListener, join_head
+from lockstep.worker.node_link import Hello, Link, NodeListener, RemoteNode, join_head
 from lockstep.worker.plain_data import decode_plain
-from lockstep.worker.rank_process import Call, Execute, Failed
+from lockstep.worker.rank_process import Call, Execute, Failed, Ready
+from lockstep.worker.rank_times import end_step_times, start_step_times
 from lockstep.worker.worker import Worker
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, make_engine
 
@@ -282,6 +289,69 @@ def test_node_names_the_reason_of_a_head_that_refuses_it() -> None:
     assert "the head refuses this node: nnodes of node 1" in str(outcome[0])
 
 
+@contextmanager
+def joined_node() -> Iterator[tuple[RemoteNode, Link]]:
+    """Yield a node as the head sees it, and the node's end of the connection."""
+    with listening() as listener, closing(hello(listener)) as link:
+        joined = listener.accept(5.0)
+        assert joined is not None
+        with closing(joined):
+            link.connection.recv_bytes()
+            yield joined, link
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"R",
+        b"R\x01\x00\x00\x00",
+        b"R\x01\x00\x00\x00not a pickle",
+        b"R\x09\x00\x00\x00" + pickle.dumps(Ready()),
+        b"R\x01\x00\x00\x00" + pickle.dumps("no report"),
+        b"R\x01\x00\x00\x00" + pickle.dumps(os.system),
+        b"R" + b"x" * node_link.MAX_REPORT_BYTES,
+    ],
+    ids=["empty", "no report", "no pickle", "other rank", "text", "function", "too long"],
+)
+def test_a_report_that_cannot_be_read_fails_the_node(frame: bytes) -> None:
+    with joined_node() as (joined, link), in_thread(lambda: link.connection.send_bytes(frame)):
+        ((rank, report),) = joined.read(joined.connections[0])
+        assert rank == 1 and isinstance(report, Failed), report
+        joined.kill()
+
+
+def test_frames_of_other_kinds_only_show_that_the_node_lives() -> None:
+    with joined_node() as (joined, link):
+        for frame in (b"B", b"?later", b""):
+            link.connection.send_bytes(frame)
+            assert not joined.read(joined.connections[0])
+        link.send(b"R", node_link.encode_report(1, Ready()))
+        assert joined.read(joined.connections[0]) == [(1, Ready())]
+        assert joined.silent_for < 5
+
+
+def test_a_frame_that_ends_in_its_middle_fails_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network may end without a word; the head's thread must not wait for the rest."""
+    monkeypatch.setattr(node_link, "STALL_SECONDS", 0.2)
+    with joined_node() as (joined, link):
+        os.write(link.connection.fileno(), b"\x00\x00\x01\x00R")
+        ((rank, report),) = joined.read(joined.connections[0])
+        assert rank == 1 and isinstance(report, Failed)
+        assert "its node has ended, or the network" in report.error
+
+
+def test_a_node_that_reads_nothing_does_not_block_the_head(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_link, "STALL_SECONDS", 0.2)
+    with joined_node() as (joined, _):
+        with pytest.raises(OSError):
+            for _ in range(100):
+                joined.send(b"x" * (1 << 20), lambda: None)
+        ((rank, report),) = joined.read(joined.connections[0])
+        assert rank == 1 and isinstance(report, Failed)
+
+
 GARBAGE = [
     b"GET / HTTP/1.1\r\n\r\n",
     b"",
@@ -381,9 +451,18 @@ def test_messages_reach_nothing_that_a_module_imports(name: str) -> None:
 
 
 def test_messages_between_nodes_are_plain_data() -> None:
-    message = Execute(3, Schedule(1, decode=[1, 2], evicted={"pages": [(1, 2)]}))
+    class Answer(BaseModel):
+        """Model of an answer, which exists in this process alone."""
+
+    params = SamplingParams(structured_outputs={"json": Answer}, seed=3)
+    spec = RowSpec.of(Request("a", [1, 2], params, eos_token_ids=frozenset({3})))
+    assert spec.params.structured_outputs is None and spec.params.seed == 3
+    admission = Admission(1, spec, [4], 0, 0, 0)
+    schedule = Schedule(1, decode=[1], admissions=[admission], evicted={"pages": [Move(1, (2,))]})
+    message = Execute(3, schedule)
     assert decode_plain(pickle.dumps(message)) == message
-    assert decode_plain(pickle.dumps(Call(Worker.probe))).function is Worker.probe
+    for function in (Worker.probe, compare_ranks, start_step_times, end_step_times):
+        assert decode_plain(pickle.dumps(Call(function))).function is function
 
 
 def test_a_long_error_of_a_rank_is_cut() -> None:
@@ -446,6 +525,31 @@ def test_three_nodes_give_the_answers_of_one_process() -> None:
         for process in processes:
             assert process.wait(20) == 0
             wait_until(partial(group_is_gone, process), 10.0)
+
+
+@pytest.mark.slow
+def test_two_nodes_of_two_ranks_give_the_answers_of_one_process(brief_silence: None) -> None:
+    """Messages reach two ranks of a node through its memory; the audit compares all tables."""
+    settings: dict[str, Any] = {
+        **SIZES,
+        "model": str(Path(__file__).parents[1] / "assets" / "moe"),
+        "speculative_config": DRAFTING,
+        "audit": True,
+    }
+    params = [replace(GREEDY, logprobs=1), SEEDED, replace(SEEDED, seed=9, prompt_logprobs=1)]
+    alone = LLM.from_engine(build_engine(EngineConfig.read(**settings)))
+    expected = [answer(out) for out in alone.generate(PROMPTS[:3], params)]
+    port = free_port()
+    other = NodeThread(node_config(port, **settings, tensor_parallel_size=4))
+    head = node_config(port, node_rank=0, **settings, tensor_parallel_size=4)
+    llm = LLM.from_engine(build_engine(head))
+    assert [answer(out) for out in llm.generate(PROMPTS[:3], params)] == expected
+    os.kill(rank_process(3), signal.SIGKILL)
+    with pytest.raises(LockstepError, match=r"rank 3 of 4 on node 1 \(127.0.0.1\) .*SIGKILL"):
+        llm.generate(PROMPTS[:1], replace(GREEDY, max_tokens=400))
+    error = other.wait()
+    assert isinstance(error, EngineDeadError), "no other engine follows"
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from lockstep.cache.cache import Cache
 from lockstep.cache.groups import CacheSeq, salt_of
 from lockstep.cache.host_tier import Key
 from lockstep.engine.engine import Engine
+from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import Admission, PromptChunk, Schedule
 from lockstep.scheduling.scheduler import Scheduler
 from lockstep.worker.executor import worker_of
@@ -73,12 +74,16 @@ class ScheduleInvariants:
         size = self.scheduler.cache.config.page_size
         known = self.scheduler.cache.paged.pool.key_of
         request = self.scheduler.entries[admission.spec.id].request
-        fresh = CacheSeq(request.prompt_token_ids, salt=salt_of(request.cache_salt))
+        fresh = CacheSeq(request.prompt_token_ids, salt=self._root(request))
         for index, page in enumerate(admission.pages[: admission.start // size]):
             if known.get(page) != fresh.key(index, size):
                 raise InvariantError(
                     f"page {page} is not page {index} of the prompt of row {admission.row}"
                 )
+
+    def _root(self, request: Request) -> bytes:
+        """Return the root of the page keys that a request must have."""
+        return salt_of(request.cache_salt, self.scheduler.adapters.get(request.adapter, ""))
 
     def _check_host_moves(self, schedule: Schedule) -> None:
         """Check that a page loaded from host memory is the one that was evicted with its key."""
@@ -117,7 +122,7 @@ class ScheduleInvariants:
         request = next(e.request for e in self.scheduler.running if e.row == chunk.row)
         if cache.state is None or tokens < cache.config.page_size:
             return False
-        fresh = CacheSeq(request.prompt_token_ids, salt=salt_of(request.cache_salt))
+        fresh = CacheSeq(request.prompt_token_ids, salt=self._root(request))
         size = cache.config.page_size
         return cache.state.pool.key_of.get(slot) == fresh.key(tokens // size - 1, size)
 

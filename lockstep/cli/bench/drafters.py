@@ -74,6 +74,7 @@ def drafters(
     if plot:
         bench_drafters.plot(lines, plot, f"{name}, {batch_size} concurrent")
     about = {"bench": "drafters", "model": name, "batch_size": batch_size}
+    about["tensor_parallel_size"] = settings["tensor_parallel_size"]
     rounded = [{k: round_floats(v) for k, v in asdict(line).items()} for line in lines]
     print_result(about | {"lines": rounded}, json)
     raise typer.Exit(0 if all(line.agrees for line in lines) else 1)

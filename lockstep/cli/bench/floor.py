@@ -34,8 +34,16 @@ def _sketch(folder: Path, dtype: str, config: "EngineConfig") -> "Sketch":
     from lockstep.worker.build import kv_layers, state_dtype
 
     torch_dtype = getattr(torch, dtype)
-    formats = (kv_layers(config, torch_dtype), state_dtype(config), config.hf_overrides)
-    return sketch(folder, torch_dtype, config.speculative_config, config.quantization, *formats)
+    return sketch(
+        folder,
+        torch_dtype,
+        config.speculative_config,
+        config.quantization,
+        kv_layers(config, torch_dtype),
+        state_dtype(config),
+        config.hf_overrides,
+        ranks=config.tensor_parallel_size,
+    )
 
 
 def print_floor(settings: dict[str, Any], batch_size: int, input_len: int, json: bool) -> None:
@@ -52,6 +60,7 @@ def print_floor(settings: dict[str, Any], batch_size: int, input_len: int, json:
         "quantization",
         "kv_cache_dtype",
         "hf_overrides",
+        "tensor_parallel_size",
     )
     cache_settings = ("kv_cache_dtype_skip_layers", "mamba_ssm_cache_dtype")
     config = EngineConfig(**{name: settings[name] for name in (*setting_names, *cache_settings)})
@@ -61,6 +70,7 @@ def print_floor(settings: dict[str, Any], batch_size: int, input_len: int, json:
     step = step_floor(model, batch_size, input_len)
     prompt = prompt_floor(model, input_len)
     result = {"bench": "floor", "model": settings["model"] or BUNDLED, "dtype": name}
+    result["tensor_parallel_size"] = config.tensor_parallel_size
     result |= describe_floors(step, prompt)
     if not json:
         Console(highlight=False).print(floor_table(step, prompt))

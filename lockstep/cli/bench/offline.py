@@ -100,7 +100,7 @@ def offline(
 def _report(llm: "LLM", figures: "Figures", floor: bool, json: bool) -> None:
     from lockstep.bench.floor import describe_floors
 
-    result = _about(llm) | {k: round(v, 4) for k, v in asdict(figures).items()}
+    result = _about(llm) | {k: round_floats(v) for k, v in asdict(figures).items()}
     step, prompt = floors_of_run(llm, figures) if floor else (None, None)
     if step and prompt:
         result |= describe_floors(step, prompt) | {"over_floor": over_floor(figures, step)}
@@ -149,6 +149,7 @@ def _about(llm: "LLM") -> dict[str, Any]:
         "bench": "offline",
         "model": model_name(llm.engine.config),
         "numerics": llm.engine.numerics,
+        "tensor_parallel_size": llm.engine.config.tensor_parallel_size,
         "speculative_config": asdict(spec) if spec else None,
     }
 

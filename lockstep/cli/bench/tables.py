@@ -39,6 +39,9 @@ def figures_table(figures: "Figures", step: "StepFloor | None", prompt: "Floor |
     if step:
         table.add_row("  floor on an H200, ms", digits(step.ms))
         table.add_row("  measured / floor", digits(over_floor(figures, step)))
+    if len(figures.rank_step_ms) > 1:
+        fastest, slowest = (digits(f(figures.rank_step_ms)) for f in (min, max))
+        table.add_row("ms per step on the ranks, min / max", f"{fastest} / {slowest}")
     table.add_row("time to first token, ms", f"{figures.ttft_ms:.1f}")
     if prompt and figures.requests == 1:
         table.add_row("  floor on an H200, ms", digits(prompt.ms))
@@ -49,6 +52,8 @@ def figures_table(figures: "Figures", step: "StepFloor | None", prompt: "Floor |
         f"{figures.requests} requests, {figures.prompt_tokens} prompt tokens,\n"
         f"{figures.tokens} tokens, {figures.runs} runs"
     )
+    if len(figures.rank_step_ms) > 1:
+        table.caption += f",\n{len(figures.rank_step_ms)} ranks; the floor is that of one rank"
     return table
 
 
@@ -95,6 +100,10 @@ def floor_table(step: "StepFloor", prompt: "Floor | None") -> Table:
                 f"{part.matrix_ms:.3f}" if part.flops else "",
                 end_section=part.name == "total",
             )
+        if floor.exchanged.count:
+            received = f"{floor.exchanged.bytes / 1e9:.3f}"
+            ms = f"{floor.exchanged.ms(H200.exchange):.3f}"
+            table.add_row(f"{name}: {floor.exchanged.count} exchanges", received, ms, "", "")
         table.add_row(f"floor of {name}", "", f"{floor.ms:.3f}", "", "", end_section=True)
     table.caption = (
         f"{step.rows} rows x {step.query_len} tokens, context {step.context}; "

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Multistage TMA pipeline of a quantized GEMM on Hopper, in Gluon: buffers, barriers, stages.
 
-A stage holds BLOCKS blocks of K_BLOCK columns: the words of some weight rows, and the x tile in two
+A stage has BLOCKS blocks of K_BLOCK columns: the words of some weight rows, and the x tile in two
 halves of HALF columns. The mbarrier `full` of a stage completes when TMA has written all of its
 bytes; `empty` completes when the consumer warps have read them. Producers start in phase 1, since
 waiting for the previous phase of a fresh barrier returns at once: all stages begin empty.

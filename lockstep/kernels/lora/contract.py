@@ -60,7 +60,7 @@ def lora(
         b: [L, R, N]: the transposed B of each column's part. a and b are contiguous; R is
             padded_rank.
         scales: [L, P] fp32: s of each adapter and part, 0 where it changes nothing.
-        parts: [N] int32: part of each column.
+        parts: [N] int32: part of each column, ascending.
         adapter_ids: [T] int32: adapter of each token.
     """
     for token, adapter in enumerate(adapter_ids.tolist()):

@@ -21,6 +21,7 @@ def lora_cpu(
     adapter_ids: Tensor,
 ) -> Tensor:
     """See lockstep.kernels.lora.contract.lora."""
+    widths = torch.bincount(parts, minlength=scales.shape[1]).tolist()
     largest = max(a.shape[1] * a.shape[2], b.shape[1] * b.shape[2])
     for adapter in set(adapter_ids.tolist()) - {0}:
         scale = scales[adapter]
@@ -31,10 +32,10 @@ def lora_cpu(
         wide_b = b[adapter].float()
         for chunk in tokens.split(max(CHUNK // largest, 1)):
             hidden = halving_sum(x[chunk].float()[:, None] * wide_a, 2)
-            # [T, R, P] -> [T, R, N]: each column takes the values of its part.
-            hidden = hidden.unflatten(1, (len(scale), -1)).transpose(1, 2)
-            hidden = hidden if len(scale) == 1 else hidden.index_select(2, parts)
-            delta = halving_sum(hidden * wide_b, 1)
+            # [T, P, R] -> [T, R, N]: each column takes the values of its part.
+            by_part = hidden.view(len(chunk), len(scale), -1, 1).unbind(1)
+            columns = [h.expand(-1, -1, width) for h, width in zip(by_part, widths, strict=True)]
+            delta = halving_sum(torch.cat(columns, 2).mul_(wide_b), 1)
             base = y[chunk]
             by_column = scale[parts]
             changed = (base.float() + by_column * delta).to(y.dtype)

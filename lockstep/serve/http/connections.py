@@ -56,7 +56,8 @@ class _BoundedConnection(h11.Connection):
             event = super().next_event()
             self._check(event)
         except h11.RemoteProtocolError as error:
-            # Only a head has statuses of its own: h11 calls an overlong chunk line 431 as well.
+            # Only errors of a head have different statuses: h11 gives an overlong chunk line 431
+            # too.
             self.fault_status = error.error_status_hint if in_head else 400
             self.fault = f"the request cannot be read: {error}."
             raise

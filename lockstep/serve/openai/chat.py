@@ -143,7 +143,7 @@ class ChatWriter(ResponseWriter):
             "refusal": None,
         }
         if calls:
-            # OpenAI has null, not an empty text, beside calls.
+            # OpenAI has null, not an empty text, in a message with calls.
             message["content"] = reply.content or None
             message["tool_calls"] = [
                 self._tool_call(index, number, call) for number, call in enumerate(calls)

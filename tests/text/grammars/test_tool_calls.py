@@ -619,6 +619,7 @@ HOSTILE: dict[str, Json] = {
 }
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "pythonic"])
 @pytest.mark.parametrize("what", HOSTILE)
 def test_hostile_schemas_have_bounded_cost(plain: Model, name: str, what: str) -> None:

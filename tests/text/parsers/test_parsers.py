@@ -91,6 +91,7 @@ CUTS_PER_CASE = 6
 """Cuts per text of the default run, besides single characters."""
 
 
+@pytest.mark.covering(strength=2)
 @pytest.mark.parametrize("text", CASES)
 @pytest.mark.parametrize("end", PROMPT_ENDS)
 @pytest.mark.parametrize("tools", list(TOOL_PARSERS.values()))

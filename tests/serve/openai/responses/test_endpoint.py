@@ -298,6 +298,7 @@ def test_fields_without_effect_are_accepted(server: Any, body: dict[str, Any]) -
     assert ignored.headers["x-lockstep-ignored-fields"] == "service_tier"
 
 
+@pytest.mark.covering(strength=2)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("levels", [65, 300, 900])
 @pytest.mark.parametrize(

@@ -1,0 +1,70 @@
+"""Memory of a rank whose peers have already sent: an exchange between GPUs with a single GPU.
+
+Packets and flags are written as lockstep.kernels.exchange.device_push describes them, by torch.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.backends import load_cases
+from lockstep.kernels.exchange import exchange, exchange_add_rms_norm, push
+from lockstep.kernels.exchange.cases import RecordedGroup
+from lockstep.kernels.exchange.device_push import TAGS, Peers
+from lockstep.kernels.exchange.peer_memory import (
+    BUFFER_BYTES,
+    BUFFERS,
+    FLAGS,
+    PACKET_BYTES,
+    PACKETS,
+    SLOTS,
+)
+
+EPOCH = 1
+"""The first exchange; its buffers are the second ones."""
+
+
+class RecordedPeers:
+    """Memory of all ranks of a recorded group. pointers: into the tensors that it keeps."""
+
+    def __init__(self, group: RecordedGroup, device: str) -> None:
+        whole = torch.cat(group.parts, dim=1).to(device)
+        size = FLAGS + SLOTS * group.size * 8
+        own = torch.zeros(size, dtype=torch.uint8, device=device)
+        begin = BUFFERS + EPOCH * BUFFER_BYTES // 2
+        own[begin : begin + whole.nbytes] = whole.view(torch.uint8).flatten()
+        if whole.dtype in push.PACKED and not whole.shape[1] % 2:
+            packets = pack(whole)
+            begin = PACKETS + EPOCH * PACKET_BYTES // 2
+            own[begin : begin + packets.nbytes] = packets.view(torch.uint8).flatten()
+        own[FLAGS:].view(torch.int64).fill_(EPOCH)
+        # What this rank sends arrives in memory that nobody reads.
+        others = torch.zeros_like(own)
+        self.words = torch.zeros(2, dtype=torch.int32, device=device)
+        state = torch.zeros(3, dtype=torch.int64, device=device)
+        addresses = [others.data_ptr()] * group.size
+        addresses[group.index] = own.data_ptr()
+        self.memory = (own, others)
+        self.pointers = Peers(tuple(addresses), state, self.words.data_ptr())
+
+
+def pack(whole: Tensor) -> Tensor:
+    """Return the packets of 16-bit values [T, N] in the first exchange: [T, N / 2] int64."""
+    pairs = whole.view(torch.int16).long().view(len(whole), -1, 2) & 0xFFFF
+    tag = (EPOCH | TAGS.value) << 32
+    return pairs[..., 0] | pairs[..., 1] << 16 | tag - (1 << 64)
+
+
+def recorded_cases(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Yield (name, op, arguments) of every case of the exchange with rows, on a device."""
+    for op in (exchange, exchange_add_rms_norm):
+        for name, arguments in load_cases(op)(dtype):
+            group = arguments["group"]
+            if not len(group.parts[0]):
+                continue
+            tensors = {k: v.to(device) for k, v in arguments.items() if isinstance(v, Tensor)}
+            recorded = RecordedPeers(group, device)
+            group.peers, group.memory = recorded.pointers, recorded
+            yield f"{op.name}, {name}", op, arguments | tensors
