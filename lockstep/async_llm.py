@@ -33,7 +33,7 @@ STEP_SECONDS = 120.0
 MAX_ID = 256
 """Maximum characters of a request's id."""
 REMEDY = "Make a new AsyncLLM."
-GENERATE = ("prompt", "sampling_params", "request_id", "priority")
+GENERATE = ("prompt", "sampling_params", "request_id", "priority", "lora_request")
 
 
 def _ignore_progress(what: str, done: int, of: int) -> None:
@@ -144,6 +144,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        lora_request: str | None = None,
         **unknown: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the answer as it grows; the last output is `finished`.
@@ -151,7 +152,7 @@ class AsyncLLM:
         sampling_params.output_kind decides whether an output contains everything so far, only what
         is new (completions without new tokens are left out), or, once, the whole answer. Updates
         that arrive while the caller is busy are merged. A caller that stops iterating aborts the
-        request.
+        request. lora_request: name of a LoRA adapter of lora_modules.
 
         Raises RequestError where the request is wrong or its id is in use, ComputeError where a
         step failed, EngineDeadError where the engine has ended.
@@ -161,6 +162,7 @@ class AsyncLLM:
             prompt,
             sampling_params,
             priority=priority,
+            lora_request=lora_request,
             **unknown,
         )
         try:
@@ -176,6 +178,7 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
+        lora_request: str | None = None,
         **unknown: Any,
     ) -> "OutputStream":
         """Queue a request and return the stream of its outputs, which generate() reads.
@@ -200,10 +203,22 @@ class AsyncLLM:
                 f"priority={brief(priority)} is not allowed; allowed: a whole number. Send one.",
                 "priority",
             )
+        if lora_request is not None and not isinstance(lora_request, str):
+            raise RequestError(
+                f"lora_request={brief(lora_request)} is not allowed; allowed: a name in "
+                "lora_modules. Send one.",
+                "lora_request",
+            )
         chosen = self.get_default_sampling_params() if params is None else params.clone()
         # Tokenizing a long prompt or compiling a grammar would hold up the event loop.
         group = await asyncio.to_thread(
-            RequestGroup, self.processor, request_id, prompt, chosen, priority
+            RequestGroup,
+            self.processor,
+            request_id,
+            prompt,
+            chosen,
+            priority,
+            adapter=lora_request or "",
         )
         if request_id in self._groups:
             raise RequestError(

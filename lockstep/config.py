@@ -60,7 +60,7 @@ def _number_to_text(value: Any) -> Any:
     return str(value) if type(value) is int else value
 
 
-def _adapter_paths(value: Any) -> Any:
+def adapter_paths(value: Any) -> Any:
     """Return the folder of each adapter by its name, from the forms of vLLM's --lora-modules.
 
     They are NAME=PATH and {"name": NAME, "path": PATH}, one or a list. Anything else is returned
@@ -95,7 +95,7 @@ AdapterName = Annotated[str, Field(min_length=1, max_length=256)]
 AdapterPaths = Annotated[
     dict[AdapterName, Annotated[str, Field(min_length=1, max_length=4096), PATH_TO_TEXT]],
     Field(max_length=MAX_ADAPTERS),
-    BeforeValidator(_adapter_paths),
+    BeforeValidator(adapter_paths),
 ]
 ModelName = Annotated[str, Field(min_length=1), PATH_TO_TEXT]
 KVCacheDtype = Annotated[str, AfterValidator(_known_format)]

@@ -74,7 +74,7 @@ def explain_foreign_keywords(foreign: Foreign) -> Callable[[type[Kind]], type[Ki
 _STRUCTURED_OUTPUTS = "write structured_outputs=StructuredOutputsParams(...)."
 _NO_BEAMS = "beam search is not supported: drafts and batches would change its answer. Remove it."
 _REMOVE_IT = "remove it."
-_NO_ADAPTERS = "merge the adapter into the weights and load those, or remove it."
+_NO_ADAPTERS = "name an adapter of lora_modules by lora_request, or remove it."
 _NO_MEDIA = "only text is supported; remove it."
 
 SAMPLING: Foreign = {
@@ -142,7 +142,6 @@ PROMPT: Foreign = {
 """Keys of a prompt in vLLM."""
 
 CALL: Foreign = {
-    "lora_request": ((), _NO_ADAPTERS),
     "prompt_adapter_request": ((), _NO_ADAPTERS),
     "mm_processor_kwargs": (({},), _NO_MEDIA),
     "tokenization_kwargs": (({},), "send token ids, or leave it out."),

@@ -32,7 +32,9 @@ from lockstep.text.tokenizers.tokenizer import Tokenizer
 from lockstep.worker.build import pick_device
 from lockstep.worker.executor import Facts
 
-GENERATE = ("prompts", "sampling_params", "priority", "on_progress", "use_tqdm")
+GENERATE = (
+    "prompts", "sampling_params", "priority", "lora_request", "on_progress", "use_tqdm",
+)  # fmt: skip
 """Parameters of generate(), for the error of an unknown keyword."""
 CHAT_PARAMETERS = (
     "messages",
@@ -157,6 +159,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] | None = 0,
+        lora_request: str | Sequence[str] | None = None,
         on_progress: Callable[[RequestOutput], None] | None = None,
         use_tqdm: bool = True,
         **others: Any,
@@ -164,8 +167,9 @@ class LLM:
         """Answer prompts (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}).
 
         Outputs have the order of the prompts. on_progress: called in this thread with each output
-        as it grows. use_tqdm: show a bar on stderr that counts answered prompts, where stderr is a
-        terminal.
+        as it grows. lora_request: name of a LoRA adapter of lora_modules, or one per prompt, "" for
+        the base model. use_tqdm: show a bar on stderr that counts answered prompts, where stderr is
+        a terminal.
 
         An exception in the caller, such as KeyboardInterrupt, aborts only this call's requests.
 
@@ -175,7 +179,8 @@ class LLM:
         check_keywords(others, GENERATE, CALL)
         prompt_list = _as_list(prompts)
         params = self._params(sampling_params, len(prompt_list), self.get_default_sampling_params)
-        return self._answer(prompt_list, params, priority, on_progress, use_tqdm)
+        answer = partial(self._answer, prompt_list, params, priority, on_progress, use_tqdm)
+        return answer(adapters=lora_request)
 
     def _answer(
         self,
@@ -186,20 +191,23 @@ class LLM:
         use_tqdm: bool = True,
         shown_ids: Collection[int] = (),
         readers: Sequence[ReplyReader | None] = (),
+        adapters: str | Sequence[str] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts with one set of parameters each.
 
         shown_ids: special tokens that become text. readers: one per prompt, which parse the
-        finished answers; empty for plain text.
+        finished answers; empty for plain text. adapters: names of LoRA adapters, "" for none.
         """
         _check_switch("use_tqdm", use_tqdm)
         count = len(prompts)
         priorities = _per_prompt("priority", priority or 0, count, int, "a whole number")
+        names = _per_prompt("lora_request", adapters or "", count, str, "a name in lora_modules")
+        options = zip(params, priorities, readers or (None,) * count, names, strict=True)
         groups = [
-            RequestGroup(self.processor, uuid.uuid4().hex, prompt, p, value, shown_ids, reader)
-            for prompt, p, value, reader in zip(
-                prompts, params, priorities, readers or (None,) * count, strict=True
+            RequestGroup(
+                self.processor, uuid.uuid4().hex, prompt, p, value, shown_ids, reader, name
             )
+            for prompt, (p, value, reader, name) in zip(prompts, options, strict=True)
         ]
         engine = self.engine
         for group in groups:
@@ -229,6 +237,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         priority: int | Sequence[int] | None = 0,
+        lora_request: str | Sequence[str] | None = None,
         on_progress: Callable[[RequestOutput], None] | None = None,
         use_tqdm: bool = True,
         **others: Any,
@@ -265,7 +274,8 @@ class LLM:
             for prompt, one in zip(rendered, params, strict=True)
         ]
         shown_ids = processor.marker_ids(tools)
-        return self._answer(rendered, params, priority, on_progress, use_tqdm, shown_ids, readers)
+        answer = partial(self._answer, rendered, params, priority, on_progress, use_tqdm)
+        return answer(shown_ids, readers, lora_request)
 
     def beam_search(self, *_: Any, **__: Any) -> NoReturn:
         """Raise RequestError: a beam's answer would depend on other answers."""

@@ -57,12 +57,14 @@ class RequestGroup:
         priority: int = 0,
         shown: Collection[int] = (),
         reader: ReplyReader | None = None,
+        adapter: str = "",
     ) -> None:
         self.id = request_id
         self.requests = processor.requests(request_id, prompt, params, priority=priority)
         now = time.monotonic()
         for request in self.requests:
             request.metrics.arrival_time = now
+            request.adapter = adapter
         self._tokenizer = processor.tokenizer
         self._reader = reader
         self._texts = [processor.completion(r, i, shown) for i, r in enumerate(self.requests)]

@@ -116,7 +116,8 @@ def test_invalid_requests_do_not_affect_others(client: AsyncLLM) -> None:
         ((TEXT, {"n": 1}, "x"), {}, "sampling_params"),
         (([4096], GREEDY, "x"), {}, "prompt"),
         ((TEXT, GREEDY, "x"), {"priority": "high"}, "priority"),
-        ((TEXT, GREEDY, "x"), {"lora_request": "adapter"}, "lora_request"),
+        ((TEXT, GREEDY, "x"), {"lora_request": 3}, "lora_request"),
+        ((TEXT, GREEDY, "x"), {"lora_request": "sql"}, "adapter"),
         ((TEXT, GREEDY, "x"), {"prority": 1}, "prority"),
     ):
         with pytest.raises(RequestError) as caught:

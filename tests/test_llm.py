@@ -398,7 +398,8 @@ def test_truncate_prompt_tokens_keeps_the_end(llm: LLM) -> None:
 
 def test_unknown_keywords_are_explained(llm: LLM) -> None:
     for call, message, name in (
-        (lambda: llm.generate(TEXT, lora_request="x"), "merge the adapter", "lora_request"),
+        (lambda: llm.generate(TEXT, lora_request=3), "a name in lora_modules", "lora_request"),
+        (lambda: llm.generate(TEXT, lora_request="x"), "adapter='x' is not allowed", "adapter"),
         (lambda: llm.generate(TEXT, priorty=1), "Did you mean priority", "priorty"),
         (lambda: llm.chat(QUESTION, chat_template="x"), r"give chat_template to LLM", None),
         (lambda: llm.chat(QUESTION, continue_final_message=True), "set it", None),

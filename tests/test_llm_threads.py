@@ -16,6 +16,7 @@ from lockstep import LLM
 from lockstep.errors import ComputeError, EngineDeadError, RequestError
 from lockstep.outputs import RequestOutput
 from lockstep.worker.executor import worker_of
+from lockstep.worker.worker import Worker
 from tests import bundled_model
 from tests.bundled_model import PROMPTS, QUESTION, answer, assert_idle, make_engine
 from tests.tiny_model import TWO_LAYERS, make_model
@@ -153,7 +154,7 @@ def test_dead_engine_fails_every_caller(
         raise RuntimeError("device 0x7f lost")
 
     monkeypatch.setattr(worker_of(tiny.engine), "launch", fail)
-    monkeypatch.setattr(worker_of(tiny.engine), "probe", fail)
+    monkeypatch.setattr(Worker, "probe", fail)
     for future in [pool.submit(tiny.generate, IDS, LONG) for _ in range(5)]:
         with pytest.raises((ComputeError, EngineDeadError)):
             future.result(PATIENCE)

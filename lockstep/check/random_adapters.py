@@ -1,8 +1,11 @@
 """Random LoRA adapters of a model, in the files of PEFT, for checks."""
 
 import json
+import tempfile
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -13,6 +16,8 @@ from lockstep.models.json_files import ADAPTER
 from lockstep.models.lora_adapters import PREFIX, SUFFIXES, WEIGHTS
 from lockstep.quantization import CheckpointLinear
 
+NAMES = ("first", "second")
+"""Names of the adapters of a check."""
 ALPHA = 2.0
 """lora_alpha of random adapters: with it a rank of 1 changes most answers of the bundled model."""
 
@@ -42,6 +47,24 @@ def write_random_adapter(model: nn.Module, folder: Path, seed: int, rank: int = 
     }
     (folder / ADAPTER).write_text(json.dumps(settings), encoding="utf-8")
     return folder
+
+
+class RandomAdapters:
+    """Two random adapters of rank 1 of a model. Their files exist as long as this object."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    @cached_property
+    def _folder(self) -> tempfile.TemporaryDirectory[str]:
+        folder = tempfile.TemporaryDirectory(prefix="lockstep-check-")
+        for seed, name in enumerate(NAMES):
+            write_random_adapter(self.model, Path(folder.name) / name, seed)
+        return folder
+
+    def settings(self) -> dict[str, Any]:
+        """Return the LLM arguments of an engine with these adapters."""
+        return {"lora_modules": {name: Path(self._folder.name) / name for name in NAMES}}
 
 
 def _modules(model: nn.Module) -> Iterator[CheckpointLinear]:

@@ -10,6 +10,7 @@ from lockstep.check.judges.plain_runs import PlainRuns
 from lockstep.check.judges.transformers_logits import run_oracle
 from lockstep.check.matrix.setups import SIZES
 from lockstep.check.matrix.tokens import run_matrix, shard_engines
+from lockstep.check.random_adapters import RandomAdapters
 from lockstep.check.report.coverage import Coverage
 from lockstep.check.report.progress import Progress, no_progress
 from lockstep.check.report.report import Report, running
@@ -17,7 +18,7 @@ from lockstep.check.scenarios.examiner import Effort, Examiner, replay, run_scen
 from lockstep.check.scenarios.generator import ScenarioGenerator
 from lockstep.check.scenarios.scenario import Kind, Scenario
 from lockstep.errors import ConfigError, choice_error
-from lockstep.worker.executor import executor_of
+from lockstep.worker.executor import executor_of, worker_of
 
 
 def run_check(
@@ -68,9 +69,10 @@ def _sections(
     engines = shard_engines(report.size, drafters, plain.graph_modes, effort.shard)
     report.num_scenarios = effort.num_scenarios
     report.num_matrix_cases = len(engines) * size.answers
-    runs = PlainRuns(plain)
+    adapters = RandomAdapters(worker_of(plain.engine).model)
+    runs = _plain_runs(plain, adapters, model, settings)
     generator = ScenarioGenerator(runs, report.seed, drafters, plain.graph_modes)
-    examiner = _examiner(runs, model, settings, report)
+    examiner = _examiner(runs, adapters, model, settings, report)
     sections: list[Callable[[], object]] = [
         lambda: run_scenarios(generator, examiner, effort, report, progress),
         lambda: run_matrix(plain, engines, report, model, settings, progress, effort),
@@ -92,15 +94,30 @@ def run_replay(scenario: Scenario, model: str | None = None, **settings: Any) ->
     with running(report):
         plain = build_plain(model, settings)
         report.numerics = plain.engine.numerics
-        replay(scenario, _examiner(PlainRuns(plain), model, settings, report), report)
+        adapters = RandomAdapters(worker_of(plain.engine).model)
+        runs = _plain_runs(plain, adapters, model, settings)
+        replay(scenario, _examiner(runs, adapters, model, settings, report), report)
     return report
 
 
+def _plain_runs(
+    plain: CheckEngine, adapters: RandomAdapters, model: str | None, settings: dict[str, Any]
+) -> PlainRuns:
+    """Return the plain runs of an engine, and of one with adapters that is built when needed."""
+    return PlainRuns(plain, lambda: build_plain(model, {**settings, **adapters.settings()}))
+
+
 def _examiner(
-    runs: PlainRuns, model: str | None, settings: dict[str, Any], report: Report
+    runs: PlainRuns,
+    adapters: RandomAdapters,
+    model: str | None,
+    settings: dict[str, Any],
+    report: Report,
 ) -> Examiner:
     def build_kind(kind: Kind) -> CheckEngine:
-        engine = build(model, settings_with(kind.settings(), settings), kind.hooks())
+        settings_of_kind = settings_with(kind.settings(), settings)
+        settings_of_kind |= adapters.settings() if kind.adapters else {}
+        engine = build(model, settings_of_kind, kind.hooks())
         if report.coverage is not None:
             report.coverage.record_engine(engine.engine, kind.drafter)
         return engine

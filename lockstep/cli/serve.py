@@ -11,7 +11,7 @@ import typer
 from lockstep.cli.interrupt import end_at_next_interrupt, sigterm_interrupts
 from lockstep.cli.options import engine_options, server_options, text_options
 from lockstep.cli.show import load, note, show_start
-from lockstep.errors import ConfigError, brief
+from lockstep.errors import ConfigError, brief, choice_error
 from lockstep.progress import progress_bar
 from lockstep.serve.settings import ServerSettings
 from lockstep.settings import read_named, why_unread
@@ -82,10 +82,22 @@ def serve(
         log_stats=not server.disable_log_stats,
     )
     model_names = server.served_model_name or (settings["model"] or "lockstep",)
+    check_adapter_names(settings["lora_modules"], model_names)
     address = Address(server.host, server.port, server.uds)
     in_thread = server.disable_frontend_multiprocessing
     with _span_recorder(server.otlp_traces_endpoint) as traces:
         _run(settings | text, address, options, model_names, in_thread, traces)
+
+
+def check_adapter_names(value: Any, model_names: tuple[str, ...]) -> None:
+    """Raise ConfigError where an adapter has a name of the model. value: of --lora-modules."""
+    from lockstep.config import adapter_paths
+
+    for name in adapter_paths(value) or ():
+        if name in model_names:
+            allowed = f"names other than those of the model: {', '.join(model_names)}"
+            remedy = "Rename the adapter, or the model by --served-model-name."
+            raise choice_error(ConfigError, "lora_modules name", name, allowed, remedy)
 
 
 @contextlib.contextmanager
@@ -140,6 +152,7 @@ def _run(
             processor,
             listener,
             model_names=model_names,
+            adapters=tuple(facts.plan.adapters),
             fingerprint=facts.fingerprint,
             address=address,
             options=options,

@@ -37,8 +37,9 @@ def read_config(folder: Path, remedy: str) -> dict[str, Any]:
     """
     if (folder / ADAPTER).exists():
         raise CheckpointError(
-            f"{folder} holds an adapter ({ADAPTER}), and adapters are not applied. Merge it into "
-            "its base model, for example by PEFT's merge_and_unload, and name the merged folder; "
+            f"{folder} holds an adapter ({ADAPTER}), no model. Name its base model, and the "
+            "adapter by lora_modules; or merge it into its base model, for example by PEFT's "
+            "merge_and_unload, and name the merged folder; "
             f"where the weights in the folder hold it already, remove {ADAPTER}."
         )
     return read_object(folder / "config.json", remedy)

@@ -160,7 +160,7 @@ def files_left_out(folder: Path, read: set[str]) -> dict[str, str]:
         if path.name in read:
             continue
         if path.name in adapters:
-            reason = "an adapter, which is not applied; merge it into the model to serve it"
+            reason = "an adapter, which is not applied; serve it by lora_modules"
         elif (folder / INDEX).exists():
             reason = f"{INDEX} does not name it"
         else:
@@ -222,8 +222,9 @@ def _no_weights(folder: Path, unusable: list[str]) -> CheckpointError:
     """Return the error of a folder without weights. unusable: *.safetensors files in it."""
     if any(name.startswith("adapter_") for name in unusable):
         return CheckpointError(
-            f"{folder} holds an adapter ({brief_list(unusable)}) and no model. Merge it into its "
-            "base model, for example by PEFT's merge_and_unload, and name the merged folder."
+            f"{folder} holds an adapter ({brief_list(unusable)}) and no model. Name its base "
+            "model, and the adapter by lora_modules; or merge it into its base model, for example "
+            "by PEFT's merge_and_unload, and name the merged folder."
         )
     if unusable:
         return CheckpointError(

@@ -10,7 +10,7 @@ import resource
 import socket
 import ssl
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -285,6 +285,7 @@ def serve(
     listener: socket.socket,
     *,
     model_names: Sequence[str],
+    adapters: Collection[str] = (),
     fingerprint: str,
     address: Address,
     options: Options,
@@ -297,6 +298,7 @@ def serve(
 
     client: already started; the caller shuts it down afterwards.
     model_names: names that clients may use; responses have the first one.
+    adapters: names of LoRA adapters, which clients use as models.
     floors: roofline times of the engine's steps, for /metrics.
     cache: sizes and settings of the cache, for /metrics.
     traces: recorder of a span for every request.
@@ -309,7 +311,7 @@ def serve(
     metrics = Metrics(model_name, options.metrics_prefix, floors, cache)
     on_record = [metrics.observe, log_request, *([traces.record] if traces else ())]
     service = Service(
-        client, processor, model_name, fingerprint, options.limits, aliases, on_record
+        client, processor, model_name, fingerprint, options.limits, aliases, on_record, adapters
     )
     app = create_app(
         service,

@@ -166,3 +166,14 @@ def test_fingerprint_names_adapters_and_nothing_changes_without(
     assert "lora" not in launched
     assert "lora" in {choice["op"] for choice in adapted.engine.explain()["layers"]}
     assert adapted.engine.fingerprint != plain.engine.fingerprint
+
+
+def test_llm_names_an_adapter_per_prompt(adapted: LLM) -> None:
+    params = replace(GREEDY, max_tokens=7)
+    together = adapted.generate([TEXT] * 3, params, lora_request=ADAPTERS)
+    for name, output in zip(ADAPTERS, together, strict=True):
+        (alone,) = run(adapted, [(TEXT, params, name)])
+        assert output.outputs[0].token_ids == list(alone.tokens)
+    assert adapted.generate(TEXT, params, lora_request="first")[0].outputs[0].text == (
+        together[1].outputs[0].text
+    )

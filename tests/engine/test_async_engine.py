@@ -20,7 +20,7 @@ from lockstep.engine_builder import build_engine
 from lockstep.errors import CapacityError, EngineDeadError, RequestError
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
-from lockstep.worker.executor import worker_of
+from lockstep.worker.worker import Worker
 from tests.engine_factories import PATIENCE, plain, run, wait_until_empty
 from tests.tiny_model import TWO_LAYERS, make_model
 
@@ -311,7 +311,7 @@ def test_engine_failure_reaches_every_stream(
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(threaded.transport.engine, "step", fail)
-    monkeypatch.setattr(worker_of(threaded.transport.engine), "probe", fail)
+    monkeypatch.setattr(Worker, "probe", fail)
 
     async def work() -> None:
         streams = [threaded.stream(make_request(name, LONG)) for name in ("a", "b", "c")]

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from lockstep import LLM, SamplingParams
-from lockstep.worker.executor import worker_of
+from lockstep.worker.worker import Worker
 from tests.serve.api_calls import anthropic
 from tests.serve.live_server import (
     CALL,
@@ -404,7 +404,7 @@ def test_dead_engine_fails_every_request(monkeypatch: pytest.MonkeyPatch) -> Non
     with serving(LLM(**SETTINGS)) as server:
         step = server.llm.engine.step
         monkeypatch.setattr(server.llm.engine, "step", lambda: step() and 1 / 0)
-        monkeypatch.setattr(worker_of(server.llm.engine), "probe", lambda: 1 / 0)
+        monkeypatch.setattr(Worker, "probe", lambda worker: 1 / 0)
         with pytest.raises(openai.InternalServerError, match="stopped.*Restart") as received:
             complete(server)
         assert received.value.status_code == 503

@@ -5,7 +5,7 @@ ending and log-probability against the raw logits.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -37,16 +37,43 @@ class Fault:
 
 
 class PlainRuns:
-    """Outputs of one plain engine, cached by prompt and parameters, and their faults."""
+    """Outputs of one plain engine, cached by prompt and parameters, and their faults.
 
-    def __init__(self, engine: CheckEngine) -> None:
+    adapter: name of the LoRA adapter of all requests, "" for the base model. build_adapted: builds
+    the plain engine with adapters; base models are judged on an engine without.
+    """
+
+    def __init__(
+        self,
+        engine: CheckEngine,
+        build_adapted: Callable[[], CheckEngine] | None = None,
+        adapter: str = "",
+    ) -> None:
         self.engine = engine
+        self.adapter = adapter
+        self._build_adapted = build_adapted
+        self._adapted: dict[str, PlainRuns] = {}
         self.llm = engine.llm
         self.faults: list[Fault] = []
         self.flattest: list[tuple[float, Tensor]] = []
         self._answers: dict[str, list[Answer]] = {}
         self._runs = 0
         self._token_bytes: list[bytes] = []
+
+    def of(self, adapter: str) -> "PlainRuns":
+        """Return the plain runs of an adapter: these for the base model."""
+        if adapter == self.adapter:
+            return self
+        if not self._adapted:
+            assert self._build_adapted is not None, "a check with adapters can build their engine"
+            engine = self._build_adapted()
+            names = engine.engine.plan.adapters
+            self._adapted = {name: PlainRuns(engine, adapter=name) for name in names}
+        return self._adapted[adapter]
+
+    def again(self) -> "PlainRuns":
+        """Return plain runs of the same engine and adapter without any output."""
+        return PlainRuns(self.engine, adapter=self.adapter)
 
     def answers(self, prompt: Sequence[int], params: SamplingParams) -> list[Answer]:
         """Return the n completions of a request, each run alone."""
@@ -104,6 +131,7 @@ class PlainRuns:
 
     def _serve(self, completion: Completion) -> RawLogits:
         """Run a completion alone to its end, and return the logits of its tokens."""
+        completion.request.adapter = self.adapter
         logits = RawLogits()
         with self.engine.observed(logits):
             self.engine.serve([completion])

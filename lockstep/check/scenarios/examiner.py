@@ -93,7 +93,9 @@ class Examiner:
         for index, (outputs, request) in enumerate(
             zip(result.answers, scenario.requests, strict=True)
         ):
-            expected = self.plain.answers(request.prompt, scenario.plain_params(request))
+            expected = self.plain.of(request.adapter).answers(
+                request.prompt, scenario.plain_params(request)
+            )
             for completion, answer in enumerate(outputs):
                 aborted = answer.ending == NO_ENDING
                 mismatch = answer.first_difference(expected[completion], aborted)
@@ -110,7 +112,9 @@ class Examiner:
     def _wrong_plain(self, scenario: Scenario) -> Difference | None:
         for index, request in enumerate(scenario.requests):
             try:
-                fault = self.plain.fault_of(request.prompt, scenario.plain_params(request))
+                fault = self.plain.of(request.adapter).fault_of(
+                    request.prompt, scenario.plain_params(request)
+                )
             except Exception as error:
                 what = f"the plain run raised {type(error).__name__}: {error}"
                 refused = isinstance(error, LockstepError)
@@ -271,7 +275,7 @@ def locate(scenario: Scenario, difference: Difference, examiner: Examiner) -> st
     end = len(request.prompt) + difference.position
     eager = replace(scenario, kind=replace(scenario.kind, graph="none"))
     # New plain runs: the cached ones would not run again, and their first id is plain-1.
-    plain = PlainRuns(examiner.plain.engine)
+    plain = examiner.plain.of(request.adapter).again()
     with traced(plain.engine, lambda row: row.id == plain_id) as plain_digests:
         plain.answers(request.prompt, scenario.plain_params(request))
     try:

@@ -16,6 +16,7 @@ from lockstep.check import oracle_drafter
 from lockstep.check.drafters import NO_DRAFTER
 from lockstep.check.judges.answers import Answer
 from lockstep.check.judges.plain_runs import PlainRuns
+from lockstep.check.random_adapters import NAMES
 from lockstep.check.scenarios.scenario import (
     MAX_HOST_PAGES,
     MAX_MODEL_LEN,
@@ -58,6 +59,8 @@ HOST_TIER_STEPS = 24
 """Steps in which the prompts of a host-memory scenario arrive."""
 PREEMPTION_STEPS = 12
 """Steps in which urgent requests arrive."""
+ADAPTERS_GROUP = 2
+"""Engine of each period whose requests have adapters, so that others run without their launches."""
 EXTRA_PERIOD = 7
 """Period in scenarios: one of them has a long output, one an output cut by max_model_len."""
 LONG_ANSWER_INDEX = 4
@@ -142,7 +145,10 @@ class ScenarioGenerator:
 
     def kind(self, index: int) -> Kind:
         """Return the engine kind of a scenario."""
-        return kind_of(self.seed, index // SCENARIOS_PER_KIND, self.drafters, self.graphs)
+        group = index // SCENARIOS_PER_KIND
+        kind = kind_of(self.seed, group, self.drafters, self.graphs)
+        has_adapters = group % (AIM_PERIOD // SCENARIOS_PER_KIND) == ADAPTERS_GROUP
+        return replace(kind, adapters=has_adapters)
 
     def scenario(self, index: int) -> Scenario:
         """Return scenario number `index`.
@@ -196,6 +202,11 @@ class ScenarioGenerator:
         poison_seed = rng.randrange(2**31)
         draws = rng.randrange(2**31)
         requests = tuple(replace(r, speculate=rng.random() >= NO_DRAFTS) for r in requests)
+        if kind.adapters:
+            # A separate generator, so that adapters change nothing else of a scenario.
+            adapter_rng = random.Random(f"adapters {self.seed} {index}")
+            names = ("", *NAMES)
+            requests = tuple(replace(r, adapter=adapter_rng.choice(names)) for r in requests)
         return Scenario(kind, limits, requests, warm_prefixes, poison_seed, draws)
 
     def loads_from_host(self, index: int) -> bool:

@@ -81,6 +81,7 @@ class ScenarioRunner:
                 answer for completions_of_request in answers for answer in completions_of_request
             )
         )
+        events["requests with an adapter"] += sum(bool(r.adapter) for r in scenario.requests)
         events["aborted completions"] += sum(
             completion.aborted
             for completions_of_request in completions
@@ -134,6 +135,7 @@ class ScenarioRunner:
             for completion in request_completions:
                 completion.request.speculate = request.speculate
                 completion.request.cache_salt = request.salt
+                completion.request.adapter = request.adapter
         by_id = {
             completion.request.id: completion
             for request_completions in completions
@@ -171,7 +173,9 @@ def oracle_texts(scenario: Scenario, plain: PlainRuns) -> list[list[int]]:
     return [
         [*request.prompt, *answer.tokens]
         for request in scenario.requests
-        for answer in plain.answers(request.prompt, scenario.plain_params(request))
+        for answer in plain.of(request.adapter).answers(
+            request.prompt, scenario.plain_params(request)
+        )
     ]
 
 

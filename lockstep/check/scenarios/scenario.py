@@ -15,7 +15,7 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.settings import why_unread
 from lockstep.worker.hooks import CheckHooks
 
-VERSION = 2
+VERSION = 3
 """Version of the file format; it changes with the fields of the classes below."""
 MAX_MODEL_LEN = 640
 """max_model_len of the engines that run scenarios."""
@@ -33,7 +33,8 @@ class Kind:
 
     drafter: "none", a name in lockstep.spec.DRAFTERS, or oracle_drafter.NAME. drafts: drafts per
     step. changing: the number of drafts varies per step, from 0 to `drafts`. lookup: minimum n-gram
-    length. in_flight: steps launched ahead. graph: graph mode.
+    length. in_flight: steps launched ahead. graph: graph mode. adapters: whether the engine has the
+    LoRA adapters of the check.
     """
 
     drafter: str = NO_DRAFTER
@@ -43,6 +44,7 @@ class Kind:
     buckets: tuple[int, ...] = (1, 2, 4, 6)
     in_flight: int = 1
     graph: str = "none"
+    adapters: bool = False
 
     def settings(self) -> dict[str, Any]:
         """Return the LLM arguments of an engine that fits every scenario of this kind."""
@@ -89,7 +91,7 @@ class ScenarioRequest:
 
     params: fields of SamplingParams that differ from the defaults. arrival, abort, preempt: steps
     at which it is added, aborted and preempted. speculate: whether it may use drafts. salt: its
-    cache_salt.
+    cache_salt. adapter: name of its LoRA adapter, "" for the base model.
     """
 
     prompt: tuple[int, ...]
@@ -100,6 +102,7 @@ class ScenarioRequest:
     priority: int = 0
     speculate: bool = True
     salt: str = ""
+    adapter: str = ""
 
     def sampling(self) -> SamplingParams:
         """Return the sampling parameters."""

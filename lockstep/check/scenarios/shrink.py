@@ -61,13 +61,15 @@ def _simpler_engine(scenario: Scenario) -> Iterator[Scenario]:
             yield replace(scenario, kind=replace(kind, **{name: getattr(plain_kind, name)}))
     if kind.buckets != plain_kind.buckets and limits.rows <= plain_kind.buckets[-1]:
         yield replace(scenario, kind=replace(kind, buckets=plain_kind.buckets))
+    if kind.adapters and not any(request.adapter for request in scenario.requests):
+        yield replace(scenario, kind=replace(kind, adapters=False))
     if scenario.poison_seed:
         yield replace(scenario, poison_seed=0)
 
 
 def _simpler_request(request: ScenarioRequest) -> Iterator[ScenarioRequest]:
     plain = ScenarioRequest(())
-    for name in ("abort", "preempt", "arrival", "priority", "speculate", "salt"):
+    for name in ("abort", "preempt", "arrival", "priority", "speculate", "salt", "adapter"):
         default: Any = getattr(plain, name)
         if getattr(request, name) != default:
             yield replace(request, **{name: default})

@@ -14,7 +14,10 @@ from lockstep.kernels.bench_types import (
 
 
 def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
-    """Yield silu_mul of a gated MLP, relu2 of another one; both for the small set of dimensions."""
+    """Yield silu_mul for a gated MLP, relu2 for one without a gate.
+
+    The model "small", which has layers of every kind, gets both.
+    """
     if model.gated:
         yield silu_mul, partial(_silu_mul, model.inner, env, query_len)
     if not model.gated or (model.delta and model.mamba):

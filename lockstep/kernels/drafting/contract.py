@@ -66,8 +66,9 @@ def next_draft_step(
     """Store tokens as draft number `index` of the rows, and build the step that reads them.
 
     tokens [S] int64 (-1: none, read as 0) go to drafts [R, K]. The step's positions are computed
-    [R] + index + shift. folded [R]: as in Step. page_table [S, P]. sample_at: position of the draft
-    after these tokens.
+    [R] + index + shift. shift: 1 for a draft model, which reads a draft at the draft's own
+    position; 0 for a module that reads it one position earlier. folded [R]: as in StepContext.
+    page_table [S, P]. sample_at: position of the draft after these tokens.
     """
     drafts[row_ids, index] = tokens
     starts = computed[row_ids] + index + shift

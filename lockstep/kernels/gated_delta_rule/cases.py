@@ -20,6 +20,7 @@ LAYERS = (
     Dims(1, 2, 16, 16, w=16),
     Dims(1, 2, 16, 16, w=16, flush=5, state=torch.bfloat16),
 )
+"""HK, HV, K and V of each."""
 
 
 def weights(dims: Dims, dtype: torch.dtype, seed: int) -> GatedDeltaWeights:

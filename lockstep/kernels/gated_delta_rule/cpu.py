@@ -34,7 +34,8 @@ from lockstep.kernels.recurrent.state import RecurrentState, expand_heads
 from lockstep.step import GRID
 
 EPS = torch.tensor(L2_EPS)
-"""L2_EPS as a tensor, which torch adds faster than a number (lockstep.kernels.activations.ONE)."""
+"""L2_EPS as a tensor, which torch adds faster than a number: see lockstep.kernels.activations.ONE.
+"""
 
 
 def _heads(mixed: Tensor, state: RecurrentState) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,6 +21,7 @@ from lockstep.kernels.gated_delta_rule.gating import gates
 
 @triton.jit
 def _l2_normalize(x, EPS: tl.constexpr):
+    """Divide each row of x by its l2 norm."""
     return x * tl.rsqrt(pairwise_sum(x * x) + EPS)[:, None]
 
 

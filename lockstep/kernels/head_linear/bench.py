@@ -21,6 +21,10 @@ def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[Laz
 
 
 def _head_linear(sizes: tuple[int, int, int], env: BenchEnv, query_len: int) -> OpBenchmark:
+    """Build the benchmark of one map.
+
+    env.random repeats its numbers for equal shapes, so each weight is cut from a wider one.
+    """
     heads, inputs, outputs = sizes
     backend, run = env.choose(head_linear, inputs=inputs, outputs=outputs)
     count = heads * inputs * outputs

@@ -1,4 +1,4 @@
-"""head_linear: y_h = x_h W_h^T, one small linear map per head. MLA's absorbed projections."""
+"""head_linear: y_h = x_h W_h^T, one small linear map per head, for MLA's absorbed projections."""
 
 import torch
 from torch import Tensor

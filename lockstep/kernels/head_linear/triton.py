@@ -14,7 +14,9 @@ from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.head_linear import head_linear
 
 BLOCK_N = 64
+"""Outputs of a tile."""
 BLOCK_K = 64
+"""Columns of an iteration, in 16-bit dtypes; half as many in fp32."""
 MAX_TOKENS = 128
 """Maximum tokens of a tile: accumulators of 64 x 128 are 64 registers per thread with 4 warps."""
 FP32_TOKENS = 16

@@ -1,11 +1,11 @@
 # mypy: ignore-errors
 """latent_attention in Triton: one split-KV flash attention for prompts, decoding and verification.
 
-The keys are cut into KV splits at absolute positions. Inside a split, ascending tiles with online
-softmax. The splits of a span are combined in ascending order from an empty state, and spans
-likewise: two levels, whichever CTA computes them, so that the partition into CTAs, which static
-sizes choose, changes no bit. The length of a split depends on the architecture and, on Hopper, on
-the token's position.
+The keys are cut into KV splits at absolute positions. Inside a split, tiles are added in ascending
+order with online softmax. The splits of a span are combined in ascending order from an empty state,
+and then the spans are combined in the same way. Every partition into CTAs keeps these two levels.
+So the partition, which static sizes choose, changes no bit. The length of a split depends on the
+architecture and, on Hopper, on the token's position.
 
 A CTA combines all of a row, or stores a partial per span or per split, and a second kernel
 continues the same combination. Sums over keys go through tl.dot. (token, head) rows share its M, in
@@ -101,6 +101,8 @@ def _attend_row(
     SPAN: tl.constexpr,
 ):  # fmt: skip
     """Attend to all keys below `end`. Returns: row sums and accumulator.
+
+    split, SPAN: keys of a split and of a span.
 
     The accumulator of the split takes half of the registers. Those of its span and of all spans,
     which are touched only at a split's end, spill to local memory meanwhile.
@@ -381,7 +383,7 @@ def choose_partition(
     row_blocks = rows * triton.cdiv(query_len * heads, tile.rows)
     partial_bytes = rows * query_len * heads * (latent + 2) * 4
     idle = row_blocks * triton.cdiv(num_keys, tile.span) < TARGET_CTAS
-    small = query_len * heads * 4 <= tile.kv_split  # half of the bytes of a segment's keys
+    small = query_len * heads * 4 <= tile.kv_split  # a partial: half of a split's bytes
     for unit in (tile.near_split, tile.span) if idle or small else (tile.span,):
         units = triton.cdiv(num_keys, unit)
         if row_blocks < TARGET_CTAS and partial_bytes * units <= MAX_PARTIAL_BYTES:

@@ -1,6 +1,7 @@
 """linear on a CPU: in row tiles of the sizes that give the reference's bits here, on all threads.
 
-It is fast where the weight is a transposed view of [K, N] storage, as Build.matrix lays it out.
+It is fast where the weight is a transposed view of [K, N] storage, as BuildContext.matrix lays it
+out.
 """
 
 from torch import Tensor

@@ -148,7 +148,7 @@ def _duplicate(number, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _try_low_part(factor, hi, lo, chosen, ULPS: gl.constexpr):
-    """Return lo moved by ULPS units in the last place where hi + that serves, else `chosen`."""
+    """Return lo + ULPS units in the last place if FACTOR_MISMATCH accepts it, else `chosen`."""
     moved = lo + ULPS * 0x10001
     mismatch = gl.inline_asm_elementwise(
         FACTOR_MISMATCH, "=&r,f,r,r", [factor, hi, moved], dtype=gl.int32, is_pure=True, pack=1
@@ -164,7 +164,7 @@ def prepare_factor(factor, FORMAT: gl.constexpr):
         hi = _duplicate(factor, gl.bfloat16)
         lo = _duplicate(factor - (hi & -65536).to(gl.float32, bitcast=True), gl.bfloat16)
         chosen = lo
-        for i in gl.static_range(5):  # the last one that serves wins: -2, 2, -1, 1, 0 ulps
+        for i in gl.static_range(5):  # the last accepted one wins: -2, 2, -1, 1, 0 ulps
             chosen = _try_low_part(factor, hi, lo, chosen, (2 - i // 2) * (i % 2 * 2 - 1))
         return hi, chosen
     else:

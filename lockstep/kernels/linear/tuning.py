@@ -1,7 +1,7 @@
-"""Tiles of linear with a dense weight: a measured table, a rule where it is silent, a tuner.
+"""Tiles of linear with a dense weight: a measured table, a rule for other weights, a tuner.
 
 A tile never changes a bit (tests/kernels/test_linear.py), so the table may be edited, measured
-again or lost. Its keys are "arch/dtype/NxK" and, inside, the first token count of a bucket.
+again or deleted. Its keys are "arch/dtype/NxK" and, inside, the first token count of a bucket.
 """
 
 import json
@@ -59,10 +59,11 @@ FP32_SMALL = (
     Tile(16, 16, 32, 4, 3, ctas_k=16),
     Tile(16, 64, 32, 4, 3, ctas_k=16),
 )
-"""Tiles of fp32 for up to 64 tokens, on any GPU; products are chains of FMAs in ascending order. us
-on an H200, 256 x 7168 and 128 x 2688, 1 token: 14.2 and 9.2, 19.9 and 8.1, 20.9 and 13.0; 64
-tokens: 39.1 and 12.3, 75.2 and 18.2, 37.8 and 13.2. All have k 32: Triton's interpreter adds such
-blocks in the same order."""
+"""Tiles of fp32 for up to 64 tokens, on any GPU. Products are chains of FMAs in ascending order.
+All tiles have k 32: Triton's interpreter adds such blocks in the same order. us of each tile on an
+H200, for 256 x 7168 and 128 x 2688. 1 token: 14.2 and 9.2, 19.9 and 8.1, 20.9 and 13.0. 64 tokens:
+39.1 and 12.3, 75.2 and 18.2, 37.8 and 13.2.
+"""
 FP32_HOPPER = (
     Tile(1, 32, 64, 1, 4, ctas_k=16),
     Tile(1, 16, 256, 2, 1, ctas_k=16),
@@ -71,10 +72,10 @@ FP32_HOPPER = (
     Tile(16, 32, 64, 2, 3, ctas_k=16),
     Tile(16, 64, 32, 2, 3, ctas_k=16),
 )
-"""More of them, timed on an H200: the fewer warps read the same weights out of shared memory, the
-better, since each of them meets the same bank conflicts. us as above, 1 token: 7.7 and 5.6, 12.8
-and 4.4; 8 tokens, where the first of FP32_SMALL takes 14.2 and 9.3: 11.6 and 7.1, 13.7 and 5.1; 64
-tokens: 38.5 and 11.4, 35.9 and 13.4."""
+"""Tiles of fp32 for up to 64 tokens on Hopper, timed before FP32_SMALL's. Few warps are fast: all
+warps of a CTA read the same weights from shared memory, each with the same bank conflicts. us of
+each pair of tiles, as above. 1 token: 7.7 and 5.6, 12.8 and 4.4. 8 tokens: 11.6 and 7.1, 13.7 and
+5.1, where the first of FP32_SMALL takes 14.2 and 9.3. 64 tokens: 38.5 and 11.4, 35.9 and 13.4."""
 FP32_LARGE = (
     Tile(128, 128, 32, 8, 2, ctas_k=16),
     Tile(64, 128, 32, 8, 2, ctas_k=4),
@@ -86,7 +87,7 @@ FP32_LARGE = (
 def _fp32_tiles(tokens: int) -> tuple[Tile, ...]:
     """Return the tiles worth timing in fp32.
 
-    A weight of fewer partitions than `split` has fewer CTAs.
+    A weight of fewer partitions than a tile's ctas_k has fewer CTAs along K.
     """
     if tokens > 64:
         return FP32_LARGE
@@ -181,8 +182,8 @@ VERY_NARROW = 512
 RULE_COLUMNS = 512
 """Minimum columns of a weight that the rule for weights without measurements serves."""
 RULE_WIDTH = 10_000
-"""Outputs from which on it takes wide tiles; twice as many at up to 64 tokens, three fifths for a
-prompt."""
+"""Minimum outputs of a weight for which that rule takes wide tiles. The minimum is twice as large
+at up to 64 tokens, and three fifths of it for a prompt."""
 
 
 def _narrow_tiles(tokens: int) -> list[Tile]:

@@ -22,7 +22,10 @@ CONV_CHANNELS = 512
 
 
 class PromptRows(NamedTuple):
-    """Rows of a prompt step, on the device: arguments of the chunked ops, [S] but cu_seqlens."""
+    """Rows of a prompt step, on the device: arguments of the chunked ops.
+
+    cu_seqlens: [S + 1]. All others: [S].
+    """
 
     cu_seqlens: Tensor
     starts: Tensor

@@ -101,8 +101,8 @@ def _round_state(state, DTYPE: tl.constexpr):
 def _sum_over_k(x, state):
     """Compute x^T S of slices x [K_LANES, 1, 1] and a state -> [1, WARPS, COLUMNS]."""
     # The order of additions is fixed: a thread adds its own slices as a chain of fused
-    # multiply-adds, then tl.sum adds the K_LANES lanes of the warp. LAYERS of
-    # tests/kernels/compiles.py hold the lane layout to be equal in all binaries.
+    # multiply-adds, then tl.sum adds the K_LANES lanes of the warp. tests/kernels/compiles.py
+    # (LAYERS) checks that the lane layout is equal in all binaries.
     acc = x[0] * state[0]
     for r in tl.static_range(1, len(state)):
         acc = _fma(x[r], state[r], acc)

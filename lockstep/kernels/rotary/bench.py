@@ -26,7 +26,7 @@ def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[Laz
 
 
 def _rope_and_cache(model: ModelShape, env: BenchEnv, query_len: int) -> OpBenchmark:
-    """Build the benchmark: as many tokens as exceed the L2."""
+    """Build the benchmark, with enough tokens for their data to exceed the L2."""
     backend, rope = env.choose(rope_and_cache, head_dim=model.head_dim)
     kv_heads = model.kv_heads
     dim = model.head_dim

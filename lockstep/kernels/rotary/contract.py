@@ -61,7 +61,7 @@ def rope_and_cache(
 
 
 def _parts(qkv: Tensor, kv_heads: int, dim: int, gated: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of a projection: q [T, H, D], k and v [T, HKV, D]."""
+    """Return views of a projection: q [T, H, D], k and v [T, HKV, D]."""
     width = kv_heads * dim
     rest = qkv.shape[1] - 2 * width
     q, k, v = qkv.split([rest, width, width], dim=-1)
@@ -70,7 +70,7 @@ def _parts(qkv: Tensor, kv_heads: int, dim: int, gated: bool) -> tuple[Tensor, T
 
 
 def _placed(x: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor) -> Tensor:
-    """x [T, H, D] rotated by the angles of its positions, or x where there are none."""
+    """Rotate x [T, H, D] by the angles of its positions; return x if there are no angles."""
     if cos is None or sin is None:
         return x
     angles = (t.index_select(0, positions) for t in (cos, sin))
@@ -78,7 +78,7 @@ def _placed(x: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, H, D]; cos, sin [T, width / 2] of its positions -> rotated in fp32, of x's dtype."""
+    """Rotate x [T, H, D] in fp32, rounded to its dtype. cos, sin [T, width / 2]: per token."""
     half = cos.shape[1]
     cos = cos[:, None]
     sin = sin[:, None]

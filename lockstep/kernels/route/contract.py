@@ -17,6 +17,7 @@ TINY = 1e-20
 """Added to the sum that renormalization divides by (DeepSeek-V3, Nemotron-H). It changes no softmax
 score: the largest of E probabilities is 1 / E at least, so fp32 rounds the addition away."""
 SIGN_OFF = 0x7FFFFFFF
+"""Mask of all bits of an fp32 number except its sign."""
 NAN_KEY = -(2**31) + 1
 """Sort key of NaN: below every number, -inf included."""
 BARRED_KEY = -(2**31)

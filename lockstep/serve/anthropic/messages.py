@@ -113,7 +113,7 @@ class MessagesWriter(ResponseWriter):
             "id": self.active.parsed.id,
             "type": "message",
             "role": "assistant",
-            "model": self.active.service.model_name,
+            "model": self.active.model_name,
             "content": [block for block in blocks if block is not None],
             "stop_reason": self._end["stop_reason"],
             "stop_sequence": self._end["stop_sequence"],

@@ -16,7 +16,7 @@ def response_head(active: ActiveRequest) -> ResponseHead:
     return {
         "id": active.parsed.id,
         "created": active.created,
-        "model": active.service.model_name,
+        "model": active.model_name,
         "system_fingerprint": active.service.fingerprint,
     }
 

@@ -22,7 +22,7 @@ async def rendered_prompts(
             "sampling_params": request.params.clone(
                 n=parsed.params.n, seed=parsed.params.seed
             ).to_json(),
-            "model": service.model_name,
+            "model": parsed.adapter or service.model_name,
             "stream": parsed.stream,
             "stream_options": parsed.stream_options,
             "cache_salt": parsed.cache_salt,

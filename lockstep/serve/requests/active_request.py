@@ -203,13 +203,18 @@ class ActiveRequest:
             )
         )
 
+    @property
+    def model_name(self) -> str:
+        """Name of the model that answers, for the response: an adapter's own."""
+        return self.parsed.adapter or self.service.model_name
+
     def record(self) -> RequestRecord:
         """Return the record of the request, for the log, the metrics and the traces."""
         usage = self._counter.usage
         return RequestRecord(
             id=self.parsed.id,
             context=self._context,
-            model=self.service.model_name,
+            model=self.model_name,
             params=self.parsed.params,
             prompt_tokens=usage.prompt,
             completion_tokens=usage.completion,

@@ -27,6 +27,7 @@ class ParsedRequest:
     echoes: text of each prompt, where the response repeats it before the completion; else empty.
     only_prompt: the response contains no generated token. One is generated, since the engine
         computes log-probabilities of a prompt together with a token.
+    adapter: name of the LoRA adapter that answers; "" for the base model.
     timeout: seconds after which the request ends incomplete; None sets no limit.
     stream: the response is sent while it is generated.
     stream_options: sent by the client, only for the render endpoints.
@@ -43,6 +44,7 @@ class ParsedRequest:
     only_prompt: bool = False
     priority: int = 0
     cache_salt: str | None = None
+    adapter: str = ""
     speculate: bool = True
     timeout: float | None = None
     stream: bool = False
@@ -86,6 +88,7 @@ class ParsedRequest:
         for request in requests:
             request.metrics.arrival_time = time.monotonic()
             request.speculate = self.speculate
+            request.adapter = self.adapter
         return requests
 
 

@@ -3,10 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -62,7 +62,8 @@ class Service:
     """A model that answers requests of any API.
 
     fingerprint: numerics of the answers, part of every response.
-    aliases: further names of the model.
+    aliases: further names of the model. adapters: names of its LoRA adapters, each a model of its
+    own to clients.
     on_record: called in the event loop with the record of every request that has ended.
     """
 
@@ -75,11 +76,13 @@ class Service:
         limits: Limits | None = None,
         aliases: Sequence[str] = (),
         on_record: Sequence[Callable[[RequestRecord], None]] = (),
+        adapters: Collection[str] = (),
     ) -> None:
         self.client = client
         self.processor = processor
         self.model_name = model_name
-        self.model_names = tuple(dict.fromkeys((model_name, *aliases)))
+        self.adapters = frozenset(adapters)
+        self.model_names = tuple(dict.fromkeys((model_name, *aliases, *adapters)))
         self.fingerprint = fingerprint
         self.limits = limits or Limits()
         self.on_record = tuple(on_record)
@@ -122,6 +125,10 @@ class Service:
                 "GET /v1/models lists them.",
                 "model",
             )
+
+    def adapter_of(self, name: str | None) -> str:
+        """Return the adapter that a checked model name stands for; "" for the base model."""
+        return name if name is not None and name in self.adapters else ""
 
     async def submit(
         self, body: GenerationBody, id_prefix: str, is_small: bool = False
@@ -174,6 +181,7 @@ class Service:
 
     def _parse(self, body: GenerationBody, id_prefix: str) -> tuple[ParsedRequest, list[Request]]:
         parsed = body.parse(id_prefix, self.processor)
+        parsed = replace(parsed, adapter=self.adapter_of(body.model))
         with renamed_fields(body.sent_names()):
             self._check_logprobs(parsed.params)
         return parsed, parsed.engine_requests(self.processor)

@@ -8,8 +8,8 @@ bank of shared memory.
 4 bits, 8 codes per word: bits 4 j .. 4 j + 2 hold the lower three bits of code j; bit 8 j + 7 - 4 h
 is the upper bit, the sign, of code 4 h + j.
 3 bits, 32 codes per three words: bits 4 j .. 4 j + 2 of word w are code 8 w + j; bit 4 j + 3 is bit
-w of code 24 + j. 16 codes take the first two words. All words 0 come first, then all words 1,
-then all words 2.
+w of code 24 + j. 16 codes take the first two words. Words are stored by w: word 0 of every 32
+codes, then word 1 of every 32 codes, then word 2.
 
 One mask then gives eight 3-bit selectors, four bits apart, as the PTX instruction prmt takes them,
 and the signs of four codes are 8 bits apart, as in a word of four upper bytes.

@@ -101,7 +101,8 @@ def _round_to_fp8(x, scaled_x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX_B
     that bit is odd. Subnormal numbers are rounded by adding an fp32 number whose last bit is
     theirs.
 
-    MANTISSA, BIAS: of the type. MAX_BITS: bits of its largest number in fp32.
+    MANTISSA: mantissa bits of the type. BIAS: its exponent bias. MAX_BITS: bits of its largest
+    number in fp32.
     """
     # Mantissa bits that are dropped.
     SHIFT: tl.constexpr = 23 - MANTISSA

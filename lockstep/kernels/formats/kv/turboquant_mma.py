@@ -325,5 +325,7 @@ def load_k_3(qdata, scales, i: gl.constexpr, kv, HKV: gl.constexpr, D: gl.conste
 
 BITS_4 = KVMmaFunctions(1, 8, load_k_4, load_v_4, v_column_4, max_rows=8)
 BITS_3 = KVMmaFunctions(3, 32, load_k_3, load_v_3, v_column_3, max_rows=16)
-"""max_rows: attention and combine kernels together, 8B, 8 x 4 (16 rows), context 16,384, us on an
-H200 here and in quantized_hopper.py: 4bit 165 and 145, k8v4 158 and 137, 3bit 124 and 169."""
+"""max_rows: from the times of the attention and combine kernels together. H200, an 8B model, 8 rows
+of 4 tokens (16 rows per KV head), context 16,384. us of this path and of quantized_hopper.py: 4bit
+165 and 145, k8v4 158 and 137, 3bit 124 and 169.
+"""

@@ -112,7 +112,7 @@ class ResponseState:
             "id": self.id,
             "object": "response",
             "created_at": self.created,
-            "model": service.model_name,
+            "model": service.adapter_of(body.model) or service.model_name,
             "system_fingerprint": service.fingerprint,
             "status": self.status,
             "background": body.background,
