@@ -173,12 +173,19 @@ class CheckEngine:
     @contextmanager
     def observed(self, observer: StepObserver) -> Iterator[None]:
         """Call the observer for every step that is launched in the context."""
-        observers = worker_of(self.engine).observers
-        observers.append(observer)
+        executor = executor_of(self.engine)
+        executor.collective_rpc(partial(count_observers, change=1))
+        executor.worker.observers.append(observer)
         try:
             yield
         finally:
-            observers.remove(observer)
+            executor.worker.observers.remove(observer)
+            executor.collective_rpc(partial(count_observers, change=-1))
+
+
+def count_observers(worker: Worker, change: int) -> None:
+    """Change a rank's number of observers, for which all ranks gather whole logits."""
+    worker.num_observers += change
 
 
 def build(model: str | None, settings: dict[str, Any], hooks: CheckHooks = NO_HOOKS) -> CheckEngine:

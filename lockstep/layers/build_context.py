@@ -26,6 +26,7 @@ from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear import draft_linear
 from lockstep.kernels.linear.probe import Probed
 from lockstep.kernels.norm import add_rms_norm
+from lockstep.kernels.sampling import LogitShard
 from lockstep.layers.adapters import NO_ADAPTERS, AdapterTable
 from lockstep.layers.exchange import Exchange
 from lockstep.layers.kv_format import LayerKVFormats
@@ -197,14 +198,28 @@ class BuildContext:
             return run
         return self._exchange(exchange_add_rms_norm, Columns.of(width), add_norm=run)
 
+    def logit_shard(self, columns: Columns) -> LogitShard:
+        """Return this rank's share of the logits of a head with these columns."""
+        if not columns.ranges(self.rank):
+            return LogitShard((columns.total,))
+        run = partial(self._exchange_op(exchange), group=self.group)
+        return LogitShard(self._widths(columns), self.rank.index, run)
+
     def _exchange(self, op: Op, columns: Columns, rows: int = 1, **options: Any) -> Exchange:
         """Return the exchange of these columns by an op, bound to these options."""
-        ranks = (Rank(index, self.rank.size) for index in range(self.rank.size))
-        widths = tuple(count_columns(columns, rank) for rank in ranks)
-        run = self.op(op, ranks=self.rank.size, peer_access=self.group.peers is not None)
+        widths = self._widths(columns)
         received = (sum(widths) - widths[self.rank.index]) * self.dtype.itemsize
-        bound = partial(run, widths=widths, group=self.group, **options)
+        bound = partial(self._exchange_op(op), widths=widths, group=self.group, **options)
         return Exchange(bound, self.layer, rows * received)
+
+    def _exchange_op(self, op: Op) -> Callable[..., Any]:
+        """Return the backend of an op that exchanges columns."""
+        return self.op(op, ranks=self.rank.size, peer_access=self.group.peers is not None)
+
+    def _widths(self, columns: Columns) -> tuple[int, ...]:
+        """Return the number of columns of each rank."""
+        ranks = (Rank(index, self.rank.size) for index in range(self.rank.size))
+        return tuple(count_columns(columns, rank) for rank in ranks)
 
     def cut(
         self,

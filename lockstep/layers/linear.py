@@ -16,6 +16,7 @@ from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear import choose_split_k, linear
 from lockstep.kernels.linear.prepacked import PrepackedWeight
 from lockstep.layers.build_context import BuildContext
+from lockstep.layers.exchange import Exchange
 from lockstep.layers.lora import AddAdapters, LoRA, no_adapters
 from lockstep.layers.sharding import Columns, Rank, column_sink, row_sink
 from lockstep.quantization import CheckpointLinear, Layout, Ranges, WeightFormat, WeightSink
@@ -481,11 +482,14 @@ class VocabularyShard:
     """
 
     def __init__(self, build: BuildContext, vocab: int, hidden: int) -> None:
-        self.size = build.rank.size
-        self.gather = build.exchange(Columns.heads(self.size, hidden))
-        self.tokens = build.rank.columns(vocab)
+        self.tokens = build.rank.tokens(vocab)
+        # A vocabulary of few tiles is whole on every rank.
+        self.size = build.rank.size if len(self.tokens) < vocab else 1
+        self.gather: Gather = all_columns
+        if self.size > 1:
+            self.gather = build.exchange(Columns.heads(self.size, hidden))
         ranks = (Rank(index, build.rank.size) for index in range(build.rank.size - 1))
-        ends = [rank.columns(vocab).stop for rank in ranks]
+        ends = [rank.tokens(vocab).stop for rank in ranks]
         self.ends = torch.tensor(ends, device=build.device)
 
     def lookup(self, ids: Tensor, rows: Callable[[Tensor], Tensor]) -> Tensor:
@@ -509,7 +513,7 @@ class Embedding(nn.Module):
 
     def __init__(self, build: BuildContext, vocab: int, hidden: int) -> None:
         super().__init__()
-        self.columns = Columns.of(vocab)
+        self.columns = Columns.vocabulary(vocab)
         self.rank = build.rank
         self.shard = VocabularyShard(build, vocab, hidden)
         self.gather = self.shard.gather  # registered here, for those who walk the model
@@ -528,8 +532,9 @@ class Embedding(nn.Module):
 class Head(Gemm):
     """Language model head: x [T, H] -> logits [T, V] of x's dtype.
 
+    The columns are cut across ranks, and `logit_shard` says which logits this rank returns.
+
     existing: the embedding's weight (tied), or another head's, instead of allocating one.
-    vocab: Columns are cut across ranks, a plain number of rows is whole on every rank.
     """
 
     keeps_plain = True
@@ -537,33 +542,36 @@ class Head(Gemm):
     def __init__(
         self,
         build: BuildContext,
-        vocab: int | Columns,
+        vocab: int,
         hidden: int,
         existing: nn.Parameter | QuantizedWeight | PrepackedWeight | None = None,
     ) -> None:
+        columns = Columns.vocabulary(vocab)
         self.weight_format = build.weight_format
-        self.module = build.module("lm_head", vocab, hidden)
+        self.module = build.module("lm_head", columns, hidden)
         layout = None if existing is not None else build.layout(self.module)
         groups = [(layout, self.module.outputs)]
-        total = self.module.whole_outputs
-        super().__init__(build, hidden, groups, existing=existing, total=total)
+        super().__init__(build, hidden, groups, existing=existing, total=vocab)
         if existing is None:
             cut_weight(build, self, [self.module])
-        self.shard: VocabularyShard | None = None
-        self.gather_logits: Gather = all_columns
-        if isinstance(vocab, Columns):
-            self.shard = VocabularyShard(build, total, hidden)
-            self.gather_logits = build.exchange(vocab)
+        self.shard = VocabularyShard(build, vocab, hidden)
+        self.logit_shard = shard = build.logit_shard(columns)
+        if shard.ranks > 1:  # the sampler calls them; they are here for those who walk the model
+            received = (shard.ranks - 1) * shard.record_bytes(build.dtype.itemsize)
+            self.exchange_records = Exchange(shard.exchange, build.layer, received)
+            self.exchange_undecided_rows = Exchange(shard.exchange, build.layer, 0)
 
-    def forward(self, x: Tensor, begin: int = 0, out: Tensor | None = None) -> Tensor:
-        return self.gather_logits(super().forward(x, begin, out))
+    def copy_rows(self, ids: Tensor, out: Tensor, begin: int = 0) -> None:
+        """Copy the weight's rows of the tokens ids[begin : begin + len(out)] into out [n, H].
 
-    def copy_rows(self, ids: Tensor, out: Tensor) -> None:
-        """Copy the weight's rows of these tokens, of all ranks, into out [len(ids), H]."""
-        assert self.shard is not None, "a head without shards is a copy itself"
-        chunks = zip(ids.split(ROWS_AT_ONCE), out.split(ROWS_AT_ONCE), strict=True)
-        for some, target in chunks:
-            target.copy_(self.shard.lookup(some.to(out.device), partial(self._rows, out)))
+        ids: equal on all ranks, which exchange the rows of all of them.
+        """
+        for first in range(0, len(ids), ROWS_AT_ONCE):
+            chunk = ids[first : first + ROWS_AT_ONCE].to(out.device)
+            rows = self.shard.lookup(chunk, partial(self._rows, out))
+            start = max(first, begin)
+            stop = max(min(first + len(chunk), begin + len(out)), start)
+            out[start - begin : stop - begin].copy_(rows[start - first : stop - first])
 
     def _rows(self, like: Tensor, ids: Tensor) -> Tensor:
         rows = like.new_empty(len(ids), like.shape[1])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lockstep.errors import ConfigError, choice_error
 from lockstep.kernels.formats.weights import QuantizedWeight
+from lockstep.kernels.sampling import VOCABULARY_TILE
 from lockstep.quantization import CheckpointLinear, Layout, Ranges, WeightSink
 
 MAX_RANKS = 64
@@ -60,10 +61,24 @@ class Rank:
             remedy = f"A layer has {count} columns to divide; choose a smaller size."
             allowed = f"1 to {count}"
             raise choice_error(ConfigError, "tensor_parallel_size", self.size, allowed, remedy)
-        share, rest = divmod(count // granule, self.size)
+        return self._granules(count, granule)
+
+    def tokens(self, count: int) -> range:
+        """Return this rank's tokens out of a vocabulary of `count`: consecutive tiles of
+        VOCABULARY_TILE, in shares that differ by one tile at most. The last tile may be shorter.
+
+        A vocabulary of fewer tiles than ranks is whole on every rank.
+        """
+        if -(-count // VOCABULARY_TILE) < self.size:
+            return range(count)
+        return self._granules(count, VOCABULARY_TILE)
+
+    def _granules(self, count: int, granule: int) -> range:
+        """Return this rank's share of `count` columns in granules, of which each rank has one."""
+        share, rest = divmod(-(-count // granule), self.size)
         begin = self.index * share + min(self.index, rest)
         end = begin + share + (self.index < rest)
-        return range(begin * granule, end * granule)
+        return range(begin * granule, min(end * granule, count))
 
 
 ALL = Rank()
@@ -76,12 +91,14 @@ class Part:
 
     Either heads: `heads` heads, of which `sharing` consecutive ones share `width` columns (the
     query heads of a KV head); a rank stores what its heads read, so ranks that outnumber the KV
-    heads hold copies. Or, with heads 0, `width` columns that belong to no head.
+    heads hold copies. Or, with heads 0, `width` columns that belong to no head; vocabulary: they
+    are tokens.
     """
 
     heads: int
     width: int
     sharing: int = 1
+    vocabulary: bool = False
 
     @property
     def total(self) -> int:
@@ -103,7 +120,7 @@ class Part:
     def ranges(self, rank: Rank) -> Iterator[tuple[int, int]]:
         """Yield (begin, end) of the columns of a rank, within the part."""
         if not self.heads:
-            share = rank.columns(self.width)
+            share = rank.tokens(self.width) if self.vocabulary else rank.columns(self.width)
             yield share.start, share.stop
             return
         # Consecutive units are one range; a unit that repeats begins another range.
@@ -128,6 +145,11 @@ class Columns:
         return cls((Part(0, width),))
 
     @classmethod
+    def vocabulary(cls, tokens: int) -> "Columns":
+        """Return the columns of a language model head, or the rows of an embedding."""
+        return cls((Part(0, tokens, vocabulary=True),))
+
+    @classmethod
     def heads(cls, heads: int, width: int = 1, sharing: int = 1) -> "Columns":
         """Return the columns of heads. sharing: heads that share `width` columns."""
         return cls((Part(heads, width, sharing),))
@@ -146,7 +168,9 @@ class Columns:
         for part in self.parts:
             ranges += [(offset + begin, offset + end) for begin, end in part.ranges(rank)]
             offset += part.total
-        return tuple(ranges)
+        # A vocabulary of few tiles is not cut.
+        whole = self.parts[0].vocabulary and ranges == [(0, self.total)]
+        return () if whole else tuple(ranges)
 
 
 def count_columns(columns: int | Columns, rank: Rank) -> int:

@@ -16,7 +16,6 @@ from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Embedding, Head, Target
 from lockstep.layers.mlp import GatedMLP
 from lockstep.layers.norm import AddRMSNorm
-from lockstep.layers.sharding import Columns
 from lockstep.models.config_reader import MAX_LAYERS, ConfigReader
 from lockstep.models.rope import Rope, read_rope
 from lockstep.step import StepContext
@@ -230,8 +229,7 @@ class Decoder(nn.Module, ABC):
         self.blocks = nn.ModuleList(Block(*sublayers) for sublayers in self.layers(build))
         self.norm = AddRMSNorm(build.at("norm"), c.hidden_size, c.eps, c.norm_offset)
         tied = self.embed.weight if c.tied else None
-        vocab = Columns.of(c.vocab_size)
-        self.head = Head(build.at("head", path=""), vocab, c.hidden_size, tied)
+        self.head = Head(build.at("head", path=""), c.vocab_size, c.hidden_size, tied)
 
     def attention_layers(self) -> Sequence[int]:
         """Return the numbers of the attention layers: all, unless the architecture overrides it."""
@@ -256,7 +254,7 @@ class Decoder(nn.Module, ABC):
         return hidden, tuple(aux_hidden_states)
 
     def logits(self, hidden: Tensor, ctx: StepContext) -> Tensor:
-        """Return logits [N, V] of the step's logit rows of hidden [T, H]."""
+        """Return this rank's logits [N, n] of the step's logit rows of hidden [T, H]."""
         return self.head(hidden[ctx.logit_rows])
 
     def weights(self) -> dict[str, Target]:

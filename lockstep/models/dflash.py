@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.kernels.sampling import LogitShard
 from lockstep.layers.attention import Attention
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import GatheredLinear, Head, Target
@@ -186,7 +187,7 @@ class BlockDraftModel(nn.Module):
         self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps)
         self.blocks = nn.ModuleList(Block(*sublayers) for sublayers in self.layers(build))
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps)
-        self.head = Head(build, Columns.of(c.vocab_size), c.hidden_size, target.head.loaded)
+        self.head = Head(build, c.vocab_size, c.hidden_size, target.head.loaded)
 
     def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
         """Yield block attention and an MLP for every layer."""
@@ -198,6 +199,11 @@ class BlockDraftModel(nn.Module):
             attention = at.within("self_attn")
             mixer = BlockAttention(attention, *sizes, rotary=rotary, qk_norm=True, eps=c.eps)
             yield Sublayer(at, c, "input_layernorm", "self_attn", mixer), mlp_sublayer(at, c)
+
+    @property
+    def logit_shard(self) -> LogitShard:
+        """Share of the logits that this rank returns."""
+        return self.head.logit_shard
 
     @property
     def head_bytes(self) -> int:
@@ -217,7 +223,7 @@ class BlockDraftModel(nn.Module):
         return self.norm(x, delta)[1]
 
     def logits(self, state: Tensor) -> Tensor:
-        """Return logits [S, V] of state [S, H]."""
+        """Return this rank's logits [S, n] of state [S, H]."""
         return self.head(state)
 
     def write_cache(self, ids: Tensor, state: Tensor, ctx: StepContext) -> None:

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError
+from lockstep.kernels.sampling import LogitShard
 from lockstep.layers.attention import Attention
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.latent_attention import LatentAttention
@@ -365,10 +366,8 @@ class Eagle3Head(nn.Module):
                 "tie_word_embeddings=True; allowed: False there, for the target's head. "
                 "Correct config.json, or fetch a whole head."
             )
-        # A separate head is small, so every rank has all of it.
         existing = None if self.own_head else target.head.loaded
-        vocab = c.draft_vocab_size if self.own_head else Columns.of(c.draft_vocab_size)
-        self.head = Head(top, vocab, c.hidden_size, existing)
+        self.head = Head(top, c.draft_vocab_size, c.hidden_size, existing)
 
     def _known(self, build: BuildContext, c: Config) -> Tensor | None:
         """Return the target's tokens that the head knows, ascending; `order` is their order in its
@@ -382,6 +381,11 @@ class Eagle3Head(nn.Module):
             return None
         ids, self.order = target_ids.sort()
         return ids.to(build.device)
+
+    @property
+    def logit_shard(self) -> LogitShard:
+        """Share of the logits that this rank returns."""
+        return self.head.logit_shard
 
     @property
     def head_bytes(self) -> int:
@@ -410,7 +414,7 @@ class Eagle3Head(nn.Module):
         return out if self.config.norm_output else residual_out
 
     def logits(self, state: Tensor) -> Tensor:
-        """Return logits [S, V'] over `ids` of state [S, H']."""
+        """Return this rank's logits [S, n] over `ids` of state [S, H']."""
         if not self.config.norm_output:
             state = self.norm(state, None)[1]
         logits = self.head(state)
@@ -465,12 +469,17 @@ class Eagle3Head(nn.Module):
         order = self.order
         if order is None or bool((order[1:] > order[:-1]).all()):
             return target
-        if not isinstance(target, Tensor):
+        weight = self.head.weight
+        if weight is None:
             raise CheckpointError(
                 f"{self.checkpoint.folder}: lm_head is quantized, and {OFFSETS} does not ascend; "
                 "allowed: one of the two. Use a head whose lm_head is not quantized."
             )
-        return WeightSink.copy_into(target, partial(_rows, order=order))
+        shard = self.logit_shard
+        rows = partial(_rows, order=order[shard.begin : shard.begin + shard.width])
+        # The rank's rows may lie anywhere in the file, so it reads all of them.
+        whole = ((0, shard.total),)
+        return WeightSink.copy_into(weight, rows, ranges=whole, total_rows=shard.total)
 
     def source(self) -> Source:
         """Return the tensors of the head's checkpoint; d2t and t2d are read at build time."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.kernels.sampling import LogitShard
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import GatheredLinear, Head
 from lockstep.layers.norm import AddRMSNorm, RMSNorm
@@ -51,10 +52,10 @@ class MTPModule(nn.Module, ABC):
         self.blocks = nn.ModuleList(Block(*sublayers) for sublayers in self.layers(target, build))
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         known = c.vocab_size if ids is None else len(ids)
-        if ids is None:
-            self.head = Head(build, Columns.of(known), c.hidden_size, target.head.loaded)
-        else:
-            self.head = Head(build, known, c.hidden_size, build.matrix(known, c.hidden_size))
+        weight = target.head.loaded
+        if ids is not None:
+            weight = build.matrix(len(build.rank.tokens(known)), c.hidden_size)
+        self.head = Head(build, known, c.hidden_size, weight)
         # In a tuple, so that nn.Module does not register the target's head as a submodule.
         self.target_head = (target.head,)
 
@@ -70,7 +71,13 @@ class MTPModule(nn.Module, ABC):
         """Copy the known tokens' rows of the target's head. Call after loading."""
         if self.ids is not None:
             assert self.head.weight is not None, "copied rows are not quantized"
-            self.target_head[0].copy_rows(self.ids, self.head.weight.data)
+            begin = self.logit_shard.begin
+            self.target_head[0].copy_rows(self.ids, self.head.weight.data, begin)
+
+    @property
+    def logit_shard(self) -> LogitShard:
+        """Share of the logits that this rank returns."""
+        return self.head.logit_shard
 
     @property
     def head_bytes(self) -> int:
@@ -96,7 +103,7 @@ class MTPModule(nn.Module, ABC):
         return self.norm(x, delta)[1]
 
     def logits(self, state: Tensor) -> Tensor:
-        """Return logits [S, V'] over `ids` of state [S, H]."""
+        """Return this rank's logits [S, n] over `ids` of state [S, H]."""
         return self.head(state)
 
     def write_cache(self, ids: Tensor, state: Tensor, ctx: StepContext) -> None:

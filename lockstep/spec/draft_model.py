@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
+from lockstep.kernels.sampling import LogitShard
 from lockstep.layers.build_context import BuildContext
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.config_reader import ConfigReader
@@ -70,6 +71,12 @@ class DraftModel(nn.Module):
         self.ids = None if self.known == vocab else torch.arange(self.known, device=device)
 
     @property
+    def logit_shard(self) -> LogitShard:
+        """Share of the logits of known tokens that this rank returns."""
+        shard: LogitShard = self.model.head.logit_shard
+        return shard.first(self.known)
+
+    @property
     def head_bytes(self) -> int:
         """Return the bytes of its head."""
         return int(self.model.head.stored.nbytes)
@@ -84,10 +91,10 @@ class DraftModel(nn.Module):
         return hidden
 
     def logits(self, state: Tensor) -> Tensor:
-        """Compute logits [S, V'] over `ids` from hidden states [S, H]."""
+        """Compute this rank's logits [S, n] over `ids` from hidden states [S, H]."""
         logits: Tensor = self.model.head(state)
         # Padding tokens of the smaller model's head are no tokens of the target.
-        return logits[:, : self.known].contiguous()
+        return logits[:, : self.logit_shard.width].contiguous()
 
     def write_cache(self, ids: Tensor, state: Tensor, step: StepContext) -> None:
         """Run all layers: each writes its part of the cache."""

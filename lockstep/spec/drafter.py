@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels import Op
+from lockstep.kernels.sampling import LogitShard
 from lockstep.models.loader import Source
 from lockstep.step import StepContext, Verdict
 
@@ -38,7 +39,7 @@ class DraftModule(Protocol):
         ...
 
     def logits(self, state: Tensor) -> Tensor:
-        """Return logits [S, V'] over `ids` from states [S, ...]."""
+        """Return this rank's logits [S, n] over `ids` from states [S, ...]."""
         ...
 
     def write_cache(self, ids: Tensor, state: Tensor, step: StepContext) -> None:
@@ -47,6 +48,11 @@ class DraftModule(Protocol):
 
     def finish(self) -> None:
         """Prepare the module once, after its weights and the target's are loaded."""
+        ...
+
+    @property
+    def logit_shard(self) -> LogitShard:
+        """Share of the logits over `ids` that this rank returns."""
         ...
 
     @property
@@ -61,10 +67,10 @@ class DraftContext:
     table.
 
     config: Options of its method. module: the draft module, if the method has one. sample(logits
-    [S, 1, V'], positions [S, 1], no drafts [S, 0], row_ids [S]) -> [S, 1], where V' are the tokens
-    that the module's head knows. op: returns the backend of an op on this device. on_answer:
-    callbacks that get the tokens of every complete answer, between steps; not of requests with a
-    cache_salt.
+    [S, 1, n], positions [S, 1], no drafts [S, 0], row_ids [S]) -> [S, 1], where the logits are this
+    rank's of the tokens that the module's head knows. op: returns the backend of an op on this
+    device. on_answer: callbacks that get the tokens of every complete answer, between steps; not of
+    requests with a cache_salt.
     """
 
     config: Any

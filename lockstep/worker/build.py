@@ -17,6 +17,7 @@ from lockstep.config import DTYPES, EngineConfig, StepLimits
 from lockstep.errors import ConfigError
 from lockstep.kernels.backends import load as load_backends
 from lockstep.kernels.formats.kv.table import kv_format
+from lockstep.kernels.sampling import LogitShard
 from lockstep.layers.adapters import NO_ADAPTERS
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.kv_format import LayerKVFormats
@@ -317,9 +318,10 @@ def build_program(
     options = config.speculative_config
     vocab = model.config.vocab_size
     table = RowTable(limits, build, vocab)
-    sampler = Sampler(table, build, vocab)
+    shard: LogitShard = model.head.logit_shard  # type: ignore[assignment, union-attr]
+    sampler = Sampler(table, build, vocab, shard)
     if options and options.synthetic_acceptance is not None:
-        sampler = SyntheticSampler(table, build, vocab, options.synthetic_acceptance)
+        sampler = SyntheticSampler(table, build, vocab, shard, options.synthetic_acceptance)
     drafter: Drafter = NoDrafter()
     if options is None:
         if hooks.drafter:
@@ -333,7 +335,11 @@ def build_program(
         folded=table.folded,
         page_size=table.page_size,
         module=draft,
-        sample=partial(sampler.sample, ids=draft.ids if draft else None),
+        sample=partial(
+            sampler.sample,
+            ids=draft.ids if draft else None,
+            shard=draft.logit_shard if draft else None,
+        ),
         op=build.at("drafter").op,
     )
     create = hooks.drafter or drafter_module(options.method).create

@@ -14,12 +14,12 @@ from lockstep.worker.row_table import RowTable
 from lockstep.worker.sampler import Sampler
 
 Outcome = tuple[StepContext, Tensor, Tensor, Verdict]
-"""StepContext, hidden states [T, H], raw logits [N, V], and verdict."""
+"""StepContext, hidden states [T, H], this rank's raw logits [N, n], and verdict."""
 
 
 @dataclass(eq=False)
 class Forwarded:
-    """Result of forward for decide: hidden [T, H], raw logits [N, V].
+    """Result of forward for decide: hidden [T, H], this rank's raw logits [N, n].
 
     Compared by identity: a graph returns the same tensors at every replay.
     """
@@ -41,7 +41,7 @@ class Target(Protocol):
         ...
 
     def logits(self, hidden: Tensor, step: StepContext) -> Tensor:
-        """Return logits [N, V] at the step's logit rows."""
+        """Return this rank's logits [N, n] at the step's logit rows."""
         ...
 
 

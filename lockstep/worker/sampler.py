@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lockstep.kernels.sampling import sample
+from lockstep.kernels.sampling import LogitShard, sample
 from lockstep.layers.build_context import BuildContext
 from lockstep.outputs import Logprob
 from lockstep.step import StepContext
@@ -11,10 +11,14 @@ from lockstep.worker.row_table import RowTable
 
 
 class Sampler:
-    """Sampler of the target. Every position has one target token, whatever its draft is."""
+    """Sampler of the target. Every position has one target token, whatever its draft is.
 
-    def __init__(self, table: RowTable, build: BuildContext, vocab: int) -> None:
+    shard: share of the target's logits that this rank computes.
+    """
+
+    def __init__(self, table: RowTable, build: BuildContext, vocab: int, shard: LogitShard) -> None:
         self.table = table
+        self.shard = shard
         self.sample_op = build.at("sampler").op(sample, vocab=vocab)
 
     def sample(
@@ -25,22 +29,25 @@ class Sampler:
         row_ids: Tensor,
         ids: Tensor | None = None,
         allowed: Tensor | None = None,
+        shard: LogitShard | None = None,
     ) -> Tensor:
         """Sample tokens [S, Q].
 
-        logits [S, Q, V] of the tokens `ids` [V] (None for all), positions [S, Q] of the sampled
-        tokens, allowed: see `kernels.sampling`.
+        logits [S, Q, n]: this rank's `shard` (None: whole rows) of the logits [V] of the tokens
+        `ids` [V] (None for all). positions [S, Q] of the sampled tokens, allowed: see
+        `kernels.sampling`.
         """
         table = self.table
-        arguments = (logits, positions, drafts, row_ids, table.tokens, table.sampling, ids, allowed)
-        return self.sample_op(*arguments)
+        arguments = (logits, positions, drafts, row_ids, table.tokens, table.sampling)
+        return self.sample_op(*arguments, ids, allowed, shard)
 
     def sample_target(self, logits: Tensor, step: StepContext) -> Tensor:
-        """Sample the target's token at each logit row: logits [N, V] -> [S, N / S]."""
+        """Sample the target's token at each logit row: this rank's logits [N, n] -> [S, N / S]."""
         rows, width = step.sample_at.shape
         logits = logits.view(rows, width, -1)
         allowed = self.table.allowed[: rows * width].view(rows, width, -1)
-        return self.sample(logits, step.sample_at, step.drafts, step.row_ids, allowed=allowed)
+        arguments = (logits, step.sample_at, step.drafts, step.row_ids)
+        return self.sample(*arguments, allowed=allowed, shard=self.shard)
 
 
 def logprobs(logits: Tensor, tokens: list[int], count: int) -> list[dict[int, Logprob]]:

@@ -17,4 +17,4 @@ class StepObserver:
         """Observe a step of these rows, in their order in the step, before it runs."""
 
     def after_step(self, rows: Sequence[RowSpec], shape: StepShape, outcome: Outcome) -> None:
-        """Observe a step that is launched; the device may still run it."""
+        """Observe a step that is launched; the device may still run it. Its logits are whole."""

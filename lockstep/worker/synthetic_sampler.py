@@ -8,7 +8,7 @@ configured so (SpeculativeConfig.synthetic_acceptance).
 import torch
 from torch import Tensor
 
-from lockstep.kernels.sampling import uniform
+from lockstep.kernels.sampling import LogitShard, uniform
 from lockstep.layers.build_context import BuildContext
 from lockstep.step import StepContext
 from lockstep.worker.row_table import RowTable
@@ -26,9 +26,14 @@ class SyntheticSampler(Sampler):
     """
 
     def __init__(
-        self, table: RowTable, build: BuildContext, vocab: int, probability: float
+        self,
+        table: RowTable,
+        build: BuildContext,
+        vocab: int,
+        shard: LogitShard,
+        probability: float,
     ) -> None:
-        super().__init__(table, build, vocab)
+        super().__init__(table, build, vocab, shard)
         zero = torch.zeros(1, dtype=torch.int64, device=build.device)
         indices = torch.arange(COINS, device=build.device)
         self.coins = uniform(zero, indices, zero)[:, 0] < probability

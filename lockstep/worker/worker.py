@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lockstep.cache.specs import StorageKind
 from lockstep.config import Plan, StepLimits
 from lockstep.kernels.exchange import ALONE, RankGroup
+from lockstep.kernels.sampling import LogitShard
 from lockstep.kernels.stream_copies import copy_to_host
 from lockstep.outputs import Logprob
 from lockstep.scheduling.grammar import FillMasks
@@ -84,8 +85,10 @@ class Worker:
     """Row table, program and cache tensors of one device.
 
     specs: row -> request data of its latest admission. saved: request id -> preempted row in host
-    memory. observers: called around every step of a schedule. run_step: runs a step; uncaptured:
-    the same without graphs. group: of the tensor-parallel ranks.
+    memory. observers: called around every step of a schedule, on the first rank. num_observers:
+    their number, on every rank: all ranks gather whole logits for them. run_step: runs a step;
+    uncaptured: the same without graphs. group: of the tensor-parallel ranks. shard: share of the
+    logits that this rank computes.
     """
 
     def __init__(
@@ -105,6 +108,8 @@ class Worker:
         self.specs: dict[int, RowSpec] = {}
         self.saved: dict[str, SavedRow] = {}
         self.observers: list[StepObserver] = []
+        self.num_observers = 0
+        self.shard: LogitShard = model.head.logit_shard  # type: ignore[assignment, union-attr]
         self.grammar_masks = GrammarMasks(self.table, plan.query_len)
         self.uncaptured = RunStep(program.forward, program.decide)
         if plan.device == "cpu":
@@ -212,9 +217,11 @@ class Worker:
         query_len = shape.query_len
         between = self.grammar_masks.begin(schedule.decode, masked, query_len, fill_masks)
         _, _, logits, verdict = self._run(specs, shape, between)
+        wanted = [spec.params.logprobs is not None for spec in specs]
+        row_logits = self._copy_logits(wanted, logits, query_len)
         launched = [
-            LaunchedRow(row, spec, True, _copy_logits(spec, logits, i, query_len), None, ())
-            for i, (row, spec) in enumerate(zip(schedule.decode, specs, strict=True))
+            LaunchedRow(row, spec, True, copied, None, ())
+            for row, spec, copied in zip(schedule.decode, specs, row_logits, strict=True)
         ]
         results = copy_to_host(verdict.results[: len(launched)])
         timer.end()
@@ -245,8 +252,10 @@ class Worker:
         _, hidden, logits, verdict = self._run(specs, shape, between)
         launched = []
         begin = 0
-        for i, (chunk, spec) in enumerate(zip(chunks, specs, strict=True)):
-            row_logits = _copy_logits(spec, logits, i, 1) if chunk.last else None
+        pairs = zip(chunks, specs, strict=True)
+        wanted = [chunk.last and spec.params.logprobs is not None for chunk, spec in pairs]
+        row_logits = self._copy_logits(wanted, logits, 1)
+        for chunk, spec, copied in zip(chunks, specs, row_logits, strict=True):
             row_hidden = None
             next_tokens = spec.prompt_token_ids[:0]
             if spec.params.prompt_logprobs is not None:
@@ -254,7 +263,7 @@ class Worker:
                 next_tokens = spec.prompt_token_ids[first : first + chunk.length]
                 row_hidden = hidden[begin : begin + len(next_tokens)].clone()
             launched.append(
-                LaunchedRow(chunk.row, spec, chunk.last, row_logits, row_hidden, next_tokens)
+                LaunchedRow(chunk.row, spec, chunk.last, copied, row_hidden, next_tokens)
             )
             begin += chunk.length
         results = copy_to_host(verdict.results)
@@ -266,9 +275,29 @@ class Worker:
         for observer in self.observers:
             observer.before_step(specs, shape)
         outcome = self.run_step(shape, between)
-        for observer in self.observers:
-            observer.after_step(specs, shape, outcome)
+        if self.num_observers:
+            step, hidden, logits, verdict = outcome
+            observed = (step, hidden, self.shard.gather(logits), verdict)
+            for observer in self.observers:
+                observer.after_step(specs, shape, observed)
         return outcome
+
+    def _copy_logits(
+        self, wanted: list[bool], logits: Tensor, query_len: int
+    ) -> list[Tensor | None]:
+        """Copy the whole logits [Q, V] of each row that wants log-probabilities; None for others.
+
+        All ranks have the same rows, so all of them exchange the logits of these rows alone.
+        logits [N, n]: this rank's, which the next replay of the step's graph overwrites.
+        """
+        indices = [i for i, wants in enumerate(wanted) if wants]
+        copies: list[Tensor | None] = [None] * len(wanted)
+        if indices:
+            local = torch.cat([logits[i * query_len : (i + 1) * query_len] for i in indices])
+            whole = self.shard.gather(local).split(query_len)
+            for i, row in zip(indices, whole, strict=True):
+                copies[i] = row
+        return copies
 
     @torch.inference_mode()
     def collect(self, launched: list[LaunchedStep]) -> Results:
@@ -296,20 +325,11 @@ class Worker:
         scores: list[dict[int, Logprob] | None] = []
         for begin in range(0, len(row.next_tokens), PROMPT_LOGPROB_TILE):
             tokens = list(row.next_tokens[begin : begin + PROMPT_LOGPROB_TILE])
-            logits = self.program.model.head(row.hidden[begin : begin + len(tokens)])  # type: ignore[attr-defined]
+            local = self.program.model.head(row.hidden[begin : begin + len(tokens)])  # type: ignore[attr-defined]
+            logits = self.shard.gather(local)
             for entry, token in zip(logprobs(logits, tokens, count), tokens, strict=True):
                 scores.append(None if isnan(entry[token].logprob) else entry)
         return scores
-
-
-def _copy_logits(spec: RowSpec, logits: Tensor, index: int, query_len: int) -> Tensor | None:
-    """Copy one row's logits [Q, V] where the request wants log-probabilities.
-
-    The next replay of the step's graph overwrites `logits`.
-    """
-    if spec.params.logprobs is None:
-        return None
-    return logits[index * query_len : (index + 1) * query_len].clone()
 
 
 def _read_row(row: LaunchedRow, numbers: list[int]) -> RowResult:

@@ -73,7 +73,11 @@ class Launches:
             kind = source_kind(kernel)
             source = kind(fn=kernel, signature=types, constexprs=fixed, attrs=aligned)
             result = compile_checked(source, target=HOPPER, options=options)
+            self.record(kernel.__name__, result)
             self.code.append((kernel.__name__, result.asm["ptx"]))
+
+    def record(self, name: str, result: Any) -> None:
+        """Do nothing with a compiled kernel: for subclasses that inspect it."""
 
 
 def source_kind(kernel: Any) -> type[ASTSource]:

@@ -79,6 +79,15 @@ def test_every_op_compiles_for_hopper(
 
 
 @pytest.mark.parametrize("options", [QUICK, ALL])
+def test_shards_of_a_vocabulary_add_as_a_single_rank(
+    options: list[str], compile_module: Callable[..., list[str]]
+) -> None:
+    """Sampling kernels of ranks that share logit rows have the sums of a single rank's, in the same
+    layouts, also where rows are not aligned."""
+    assert len(compile_module("compile_shards", *options)) == (2 if options else 8)
+
+
+@pytest.mark.parametrize("options", [QUICK, ALL])
 def test_experts_use_wgmma_for_any_token_count(
     options: list[str], compile_module: Callable[..., list[str]]
 ) -> None:

@@ -7,6 +7,7 @@ from lockstep.kernels.sampling.reference import (
     gumbel,
     uniform,
 )
+from lockstep.kernels.sampling.shard import VOCABULARY_TILE, LogitShard
 from lockstep.kernels.sampling.state import (
     ALLOWED,
     BAD_WORDS,
@@ -27,11 +28,13 @@ __all__ = [
     "BIAS",
     "COLUMNS",
     "FILTERS",
+    "LogitShard",
     "MIN_TOKENS",
     "NOISE",
     "PENALTIES",
     "RowParameters",
     "SamplingState",
+    "VOCABULARY_TILE",
     "WORDS",
     "gumbel",
     "sample",

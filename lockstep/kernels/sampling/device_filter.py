@@ -6,6 +6,9 @@ groups with the highest peaks contain every token above the next lower peak, usu
 pass the filters. They are gathered into a compact tile, and the filters read this tile alone. If it
 does not suffice, the full logit row is read: its scores are stored first, a few rows at a time.
 
+Where ranks share a row, each proposes the TILE groups of its logits with the highest peaks, which
+include those of the row (exchange_kernels.py). The tile, and every sum, is that of a single rank.
+
 Thresholds are found by bisection over the ordered bits of a float. Counts are exact in any order.
 The only floating-point sum, top-p's mass, runs block by block in one layout, over the tile or over
 the logit row; the logit row alone decides which.
@@ -27,10 +30,6 @@ LOWEST = tl.constexpr(-(1 << 31))
 HIGHEST = tl.constexpr((1 << 31) - 1)
 NOTHING = tl.constexpr(-2139095041)
 """Key of -inf."""
-GROUP = 32
-"""Adjacent tokens that share a peak."""
-TILE = 128
-"""Groups in the tile of candidates."""
 
 
 @triton.jit
@@ -130,7 +129,7 @@ def _nucleus(scores, top, low, wanted, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _bound(keys, n, highest):
+def bound_of(keys, n, highest):
     """Return the smallest key that at most n of keys [LANES] int32 reach."""
     low = tl.full((), LOWEST, tl.int64)
     high = highest + 1
@@ -172,7 +171,7 @@ def _total_mass(masses, peak, top, BLOCKS: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def _limits(logit_row):
+def limits_of(logit_row):
     """Return min_p, top_k and top_p of a logit row."""
     of = logit_row.of
     row = logit_row.row
@@ -180,7 +179,7 @@ def _limits(logit_row):
 
 
 @triton.jit
-def _floor(top, min_p):
+def floor_of(top, min_p):
     """Return the smallest key that passes min_p."""
     floor = tl.full((), LOWEST, tl.int64)
     if min_p > 0:
@@ -199,16 +198,33 @@ def filter_tile(
     Returns whether the tile includes all tokens that pass, the threshold key, and the last index
     that is kept at the threshold.
     """
-    SIZE: tl.constexpr = TILE * GROUP
-    min_p, k, p = _limits(logit_row)
+    min_p, _, _ = limits_of(logit_row)
     lane = tl.arange(0, LANES)
     peak = tl.load(peaks + lane, mask=lane < GROUPS, other=float("-inf"))
     keys = key_of(peak)
     top = tl.max(peak, 0)
     highest = key_of(top).to(tl.int64)
-    floor = _floor(top, min_p)
-    bound = tl.maximum(tl.maximum(_bound(keys, TILE, highest), floor), NOTHING + 1)
+    floor = floor_of(top, min_p)
+    bound = tl.maximum(tl.maximum(bound_of(keys, TILE, highest), floor), NOTHING + 1)
     _gather(logit_row, keys >= bound.to(tl.int32), groups, tile, spots, VOCAB, LANES, GROUP, TILE)
+    return filter_candidates(
+        logit_row, tile, peak, masses, top, floor, bound, VOCAB, BLOCKS, BLOCK_LANES, TILE * GROUP
+    )
+
+
+@triton.jit
+def filter_candidates(
+    logit_row, tile, peak, masses, top, floor, bound,
+    VOCAB: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_LANES: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Apply min_p, top_k and top_p to the tile of a logit row: see filter_tile.
+
+    tile: SIZE scores, those of all groups whose peak's key is `bound` or larger. peak [LANES]: the
+    peaks of all groups, or only the largest of each block. top: the largest score. floor: the
+    smallest key that passes min_p.
+    """
+    min_p, k, p = limits_of(logit_row)
+    highest = key_of(top).to(tl.int64)
     complete = (floor >= bound) | (bound == NOTHING + 1)
     if (k > 0) & (k < VOCAB):
         complete = complete | (_count(tile, bound, SIZE, SIZE) >= k)
@@ -234,8 +250,8 @@ def filter_logit_row(scores, top, logit_row, VOCAB: tl.constexpr, BLOCK: tl.cons
 
     Returns the threshold key, and the last index that is kept at the threshold.
     """
-    min_p, k, p = _limits(logit_row)
-    floor = _floor(top, min_p)
+    min_p, k, p = limits_of(logit_row)
+    floor = floor_of(top, min_p)
     if (k > 0) & (k < VOCAB):
         highest = key_of(top).to(tl.int64)
         floor = tl.maximum(floor, _nth(scores, k, floor, highest, VOCAB, BLOCK))

@@ -61,8 +61,9 @@ class Batch(NamedTuple):
 class LogitRow(NamedTuple):
     """Logits of one row at one position: logit row `at` of a batch.
 
-    of: parameters. row: row of the table. use: its flags. Sizes: queries per row, length of a row's
-    history, tokens of the vocabulary, vocab (logits per row), stops (stop ids), words (bad words),
+    of: parameters. row: row of the table. use: its flags. first: index, in the logits of all ranks,
+    of the logit with index 0. Sizes: queries per row, length of a row's history, tokens of the
+    vocabulary, pitch (logits from one row to the next), stops (stop ids), words (bad words),
     longest (tokens of a bad word), lanes (longest, rounded up to a power of 2).
 
     Construct a LogitRow inside of the call that takes it: if it were assigned to a variable, Triton
@@ -77,11 +78,12 @@ class LogitRow(NamedTuple):
     queries: Any
     length: Any
     tokens: Any
-    vocab: Any
+    pitch: Any
     stops: Any
     words: Any
     longest: Any
     lanes: Any
+    first: Any
 
 
 @triton.jit
@@ -156,6 +158,7 @@ def _allowed_only(x, ids, live, logit_row):
 @triton.jit
 def tokens_at(logit_row, indices, live):
     """Return the token ids at these indices of a logit row."""
+    indices += logit_row.first
     if logit_row.batch.kept is not None:
         indices = tl.load(logit_row.batch.kept + indices, mask=live, other=0).to(tl.int32)
     return indices
@@ -163,14 +166,20 @@ def tokens_at(logit_row, indices, live):
 
 @triton.jit
 def scores_at(logit_row, indices, live):
-    """Return the scores at these indices, before filters and noise; -inf where not live.
+    """Return the scores at these indices, before filters and noise; -inf where not live."""
+    logits = logit_row.batch.logits + logit_row.at * logit_row.pitch
+    return scores_of(logit_row, logits + indices, indices, live)
+
+
+@triton.jit
+def scores_of(logit_row, logits, indices, live):
+    """Return the scores of logits [...], which are pointers to the logits at these indices.
 
     A NaN or +inf logit gives +inf, even if its token is banned. So the largest score of a logit row
     shows that it has no token.
     """
     ids = tokens_at(logit_row, indices, live)
-    logits = logit_row.batch.logits + logit_row.at * logit_row.vocab
-    x = tl.load(logits + indices, mask=live, other=float("-inf")).to(tl.float32)
+    x = tl.load(logits, mask=live, other=float("-inf")).to(tl.float32)
     sound = x < float("inf")
     if logit_row.batch.allowed is not None:
         if logit_row.use & USES_ALLOWED:

@@ -1,6 +1,8 @@
 # mypy: ignore-errors
 """sample in Triton: score, then choose. No sort and no host read; one logit row per position.
 
+Where ranks share a logit row, exchange_kernels.py has the kernels that choose.
+
 A position's flags are read on the device. Rows without flags go straight from their logits to the
 argmax in one pass. For rows with filters the first pass finds the blocks of large scores, and the
 filters run on those alone (device_filter.py). A logit row that these blocks do not decide is read
@@ -36,7 +38,7 @@ UNDECIDED = tl.constexpr(-2)
 
 
 @triton.jit
-def _filters(use):
+def filters(use):
     """Return whether a row filters. Greedy rows do not: the argmax passes every filter."""
     return (use & (USES_FILTERS | USES_NOISE)) == (USES_FILTERS | USES_NOISE)
 
@@ -67,7 +69,7 @@ def _best_score(
         spot = offset + tl.arange(0, BLOCK)
         live = spot < VOCAB
         x = scores_at(logit_row, spot, live)
-        if _filters(logit_row.use):
+        if filters(logit_row.use):
             group = offset // GROUP + tl.arange(0, BLOCK // GROUP)
             peak = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), 1)
             tl.store(peaks + group, peak, mask=group * GROUP < VOCAB)
@@ -79,25 +81,34 @@ def _best_score(
     return best_of(best, best_spot)
 
 
-@triton.jit(do_not_specialize=["queries", "length", "tokens"])
+@triton.jit(do_not_specialize=["queries", "length", "tokens", "pitch"])
 def score_kernel(
-    batch, state, peaks, masses, values, best_indices, queries, length, tokens,
+    batch, state, peaks, masses, values, best_indices, queries, length, tokens, pitch,
     VOCAB: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
-    WORD_LANES: tl.constexpr, SPAN: tl.constexpr, GRAIN: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    WORD_LANES: tl.constexpr, FIRST: tl.constexpr, SPAN: tl.constexpr, GRAIN: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Score SPAN logits of one logit row: store their best, and peaks and masses for filters."""
+    """Score SPAN logits of one logit row: store their best, and peaks and masses for filters.
+
+    The rank has VOCAB logits of the row, from index FIRST on; stored indices are the rank's own.
+    pitch: VOCAB / ALIGNMENT, where whole rows begin at multiples of ALIGNMENT. The compiler then
+    vectorizes loads, and adds, as for whole rows, however the rank's rows are aligned. None for
+    whole rows.
+    """
     at = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     row = tl.load(batch.row_ids + at // queries)
     begin = part * SPAN
     use = integer_of(state, row, FLAGS)
     if use == 0:
-        top, first = _plain_best(batch.logits + at * VOCAB, begin, VOCAB, SPAN, GRAIN)
+        logits = batch.logits + at * (VOCAB if pitch is None else pitch * ALIGNMENT)
+        top, first = _plain_best(logits, begin, VOCAB, SPAN, GRAIN)
     else:
         top, first = _best_score(
             LogitRow(
-                batch, state, at, row, use, queries, length, tokens, VOCAB, STOPS, W, L, WORD_LANES
+                batch, state, at, row, use, queries, length, tokens,
+                VOCAB if pitch is None else pitch * ALIGNMENT, STOPS, W, L, WORD_LANES, FIRST,
             ),
             begin, peaks + at * GROUPS, masses + at * BLOCKS, VOCAB, SPAN, BLOCK, GROUP,
         )  # fmt: skip
@@ -107,7 +118,7 @@ def score_kernel(
 
 
 @triton.jit
-def _pick(scores, spots, logit_row, threshold, last, size, BLOCK: tl.constexpr):
+def pick(scores, spots, logit_row, threshold, last, size, BLOCK: tl.constexpr):
     """Return the index of the best score, noise included, that passed the filters.
 
     scores: `size` scores. spots: index of each in the logit row, or None. A score passes if its key
@@ -131,6 +142,24 @@ def _pick(scores, spots, logit_row, threshold, last, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def best_of_parts(
+    logits, values, best_indices, use, VOCAB: tl.constexpr, PARTS: tl.constexpr,
+    PART_LANES: tl.constexpr, GRAIN: tl.constexpr,
+):  # fmt: skip
+    """Return the best score of a row's parts and its index."""
+    lanes = tl.arange(0, PART_LANES)
+    value = tl.load(values + lanes, mask=lanes < PARTS, other=float("-inf"))
+    index = tl.load(best_indices + lanes, mask=lanes < PARTS, other=HIGHEST)
+    top, chosen = best_of(value, index)
+    if use == 0:  # the index is that of the first of GRAIN logits
+        spot = chosen + tl.arange(0, GRAIN)
+        x = tl.load(logits + spot, mask=spot < VOCAB, other=float("-inf"))
+        first = tl.min(tl.where(x.to(tl.float32) == top, spot, HIGHEST), 0)
+        chosen = tl.where(first < VOCAB, first, chosen)
+    return top, chosen
+
+
+@triton.jit
 def _best_filtered(
     logit_row, peaks, masses, groups, tile, spots,
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr,
@@ -143,7 +172,7 @@ def _best_filtered(
     )  # fmt: skip
     chosen = tl.full((), UNDECIDED, tl.int32)
     if complete:
-        chosen = _pick(tile, spots, logit_row, threshold, last, TILE * GROUP, TILE * GROUP)
+        chosen = pick(tile, spots, logit_row, threshold, last, TILE * GROUP, TILE * GROUP)
     return chosen
 
 
@@ -163,23 +192,19 @@ def choose_kernel(
     finite.
     """
     at = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, PART_LANES)
     row = tl.load(batch.row_ids + at // queries)
     use = integer_of(state, row, FLAGS)
-    value = tl.load(values + at * PARTS + lanes, mask=lanes < PARTS, other=float("-inf"))
-    index = tl.load(best_indices + at * PARTS + lanes, mask=lanes < PARTS, other=HIGHEST)
-    top, chosen = best_of(value, index)
-    if use == 0:
-        spot = chosen + tl.arange(0, GRAIN)
-        x = tl.load(batch.logits + at * VOCAB + spot, mask=spot < VOCAB, other=float("-inf"))
-        first = tl.min(tl.where(x.to(tl.float32) == top, spot, HIGHEST), 0)
-        chosen = tl.where(first < VOCAB, first, chosen)
+    top, chosen = best_of_parts(
+        batch.logits + at * VOCAB, values + at * PARTS, best_indices + at * PARTS, use,
+        VOCAB, PARTS, PART_LANES, GRAIN,
+    )  # fmt: skip
     sound = (top > float("-inf")) & (top < float("inf"))
-    if _filters(use) & sound:
+    if filters(use) & sound:
         SIZE: tl.constexpr = TILE * GROUP
         chosen = _best_filtered(
             LogitRow(
-                batch, state, at, row, use, queries, length, tokens, VOCAB, STOPS, W, L, WORD_LANES
+                batch, state, at, row, use, queries, length, tokens, VOCAB, STOPS, W, L, WORD_LANES,
+                0,
             ),
             peaks + at * GROUPS, masses + at * BLOCKS, groups + at * TILE, tile + at * SIZE,
             spots + at * SIZE, VOCAB, GROUPS, LANES, BLOCKS, BLOCK_LANES, GROUP, TILE,
@@ -203,7 +228,7 @@ def _best_of_logit_row(logit_row, scores, VOCAB: tl.constexpr, BLOCK: tl.constex
         best = tl.maximum(best, x)
     tl.debug_barrier()  # every thread reads scores that others have written
     threshold, last = filter_logit_row(scores, tl.max(best, 0), logit_row, VOCAB, BLOCK)
-    return _pick(scores, None, logit_row, threshold, last, VOCAB, BLOCK)
+    return pick(scores, None, logit_row, threshold, last, VOCAB, BLOCK)
 
 
 @triton.jit(do_not_specialize=["logit_rows", "queries", "length", "tokens"])
@@ -221,7 +246,7 @@ def whole_kernel(
             chosen = _best_of_logit_row(
                 LogitRow(
                     batch, state, at, row, integer_of(state, row, FLAGS), queries, length, tokens,
-                    VOCAB, STOPS, W, L, WORD_LANES,
+                    VOCAB, STOPS, W, L, WORD_LANES, 0,
                 ),
                 scores + cta * VOCAB, VOCAB, BLOCK,
             )  # fmt: skip

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lockstep.kernels.sampling.shard import LogitShard
 from lockstep.kernels.sampling.state import (
     BAD_WORDS,
     BIAS,
@@ -50,6 +51,42 @@ def _best_of_many(scores: Tensor) -> tuple[Tensor, Tensor]:
     first = blocks.amax(-1).argmax(-1, keepdim=True)
     best, top = _best(blocks.take_along_dim(first[..., None], -2)[..., 0, :])
     return first[..., 0] * BLOCK + best, top
+
+
+def _local_logits(
+    shard: LogitShard, logits: Tensor, ids: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return this rank's logits [S, Q, n] and their tokens [n] (None: the whole vocabulary).
+
+    A rank without logits has one that never wins. ids [V]: the tokens of all ranks' logits, None
+    for the whole vocabulary.
+    """
+    if shard.ranks == 1:
+        return logits, ids
+    if not shard.width:
+        index = torch.zeros(1, dtype=torch.int64, device=logits.device)
+        return logits.new_full((*logits.shape[:2], 1), -torch.inf), index
+    index = torch.arange(shard.begin, shard.begin + shard.width, device=logits.device)
+    return logits, index if ids is None else ids[index]
+
+
+def _best_of_ranks(
+    shard: LogitShard, top: Tensor, tokens: Tensor, valid: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the best of all ranks' scores [S, Q], its token, and whether all logits are valid.
+
+    top [S, Q] fp32: this rank's best score. tokens [S, Q] int64: its token. valid [S, Q] bool.
+    """
+    if shard.ranks == 1:
+        return top, tokens, valid
+    parts = (top.view(torch.int32), tokens.int(), valid.int())
+    records = shard.gather_records(torch.stack(parts, -1).flatten(0, 1))
+    values = records[:, :, 0].contiguous().view(torch.float32)
+    # Ranks have ascending tokens, so the first of equal scores has the smallest token.
+    best, top_of_all = _best(values)
+    token = records[:, :, 1].gather(1, best[:, None]).long()
+    shape = top.shape
+    return top_of_all.view(shape), token.view(shape), records[:, :, 2].bool().all(1).view(shape)
 
 
 def _parts(

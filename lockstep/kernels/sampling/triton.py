@@ -1,5 +1,6 @@
 """Launcher of sample in Triton."""
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -7,29 +8,33 @@ import triton
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.sampling import SamplingState, sample
-from lockstep.kernels.sampling.device_filter import (
-    GROUP,
-    TILE,
-)
+from lockstep.kernels.sampling import VOCABULARY_TILE, LogitShard, SamplingState, sample
 from lockstep.kernels.sampling.device_score import (
     Batch,
     Parameters,
 )
+from lockstep.kernels.sampling.exchange_kernels import (
+    choose_proposed_kernel,
+    propose_kernel,
+)
 from lockstep.kernels.sampling.kernels import choose_kernel, score_kernel, whole_kernel
+from lockstep.kernels.sampling.shard import GROUP, TILE, RecordLayout
 
 SPAN = 8192
 """Logits per CTA in a batch of MANY logit rows or more."""
-BLOCK = 2048
+BLOCK = VOCABULARY_TILE
 """Logits per CTA in a smaller batch, and logits that a CTA reads at once."""
 MANY = 16
-"""Logit rows from which on a batch is large enough to fill the GPU with CTAs of SPAN logits."""
+"""Minimum logit rows of a batch that fills the GPU with CTAs of SPAN logits."""
 LOGIT_ROW_BLOCK = 16384
 """Scores of a whole logit row that a CTA reads at once."""
 GRAIN = 8
 """Adjacent logits per lane."""
 WHOLE = 64
-"""Maximum CTAs, and score buffers, that process UNDECIDED logit rows."""
+"""Maximum CTAs, each with a score buffer, that process the logit rows which choose_kernel left
+UNDECIDED."""
+MAX_ALIGNMENT = 8
+"""Logits of the widest load: 16 bytes of a 16-bit dtype."""
 MAX_VOCAB = 1 << 20
 """Maximum vocabulary size."""
 
@@ -54,46 +59,143 @@ def sample_triton(
     state: SamplingState,
     ids: Tensor | None = None,
     allowed: Tensor | None = None,
+    shard: LogitShard | None = None,
 ) -> Tensor:
-    """Launch the three kernels: see sampling.sample. All but row_ids and ids are contiguous."""
-    rows, queries, vocab = logits.shape
-    logit_rows = rows * queries
-    groups = triton.cdiv(vocab, GROUP)
-    blocks = triton.cdiv(vocab, BLOCK)
-    span = SPAN if logit_rows >= MANY else BLOCK
-    parts = triton.cdiv(vocab, span)
-    power = triton.next_power_of_2
-    out = row_ids.new_empty(rows, queries)
-    if not logit_rows:
+    """Launch the kernels: see sampling.sample. All but row_ids and ids are contiguous."""
+    shard = shard or LogitShard(logits.shape[2:])
+    out = row_ids.new_empty(logits.shape[:2])
+    if not out.numel():
         return out
-
-    def floats(size: int, count: int = logit_rows) -> Tensor:
-        return logits.new_empty(count, size, dtype=torch.float32)
-
-    def ints(size: int) -> Tensor:
-        return logits.new_empty(logit_rows, size, dtype=torch.int32)
-
     batch = Batch(logits, positions, drafts, row_ids, history, ids, allowed)
-    parameters = Parameters(**state.parts() | {"in_prompt": state.in_prompt.view(torch.uint8)})
-    words, longest = state.bad_words.shape[1:]
-    numbers = (queries, history.shape[1], state.bias.shape[1])
-    common = dict(VOCAB=vocab, STOPS=state.stop_ids.shape[1], W=words, L=longest)
-    common |= dict(WORD_LANES=power(longest), enable_fp_fusion=False)
-    sizes = dict(BLOCKS=blocks, GROUPS=groups, GROUP=GROUP, GRAIN=GRAIN, **common)
-    partials = (floats(groups), floats(blocks), floats(parts), ints(parts))
-    score_kernel[(logit_rows, parts)](
-        batch, parameters, *partials, *numbers, SPAN=span, BLOCK=BLOCK, num_warps=8, **sizes
-    )
-    tile = (ints(TILE), floats(TILE * GROUP), ints(TILE * GROUP))
-    block_lanes = power(blocks)
-    choose_kernel[(logit_rows,)](
-        batch, parameters, *partials, *tile, out, *numbers, PARTS=parts, PART_LANES=power(parts),
-        LANES=block_lanes * BLOCK // GROUP, BLOCK_LANES=block_lanes, TILE=TILE, num_warps=16,
-        **sizes,
-    )  # fmt: skip
-    num_ctas = min(logit_rows, WHOLE)
-    whole_kernel[(num_ctas,)](
-        batch, parameters, floats(vocab, num_ctas), out, logit_rows, *numbers,
-        BLOCK=max(2, min(LOGIT_ROW_BLOCK, power(vocab))), num_warps=16, **common,
-    )  # fmt: skip
+    launch = _Launch(batch, state, shard, out)
+    partials = launch.score()
+    if shard.ranks == 1:
+        launch.choose(partials)
+        launch.choose_from_whole(logits)
+    else:
+        needed = launch.choose_proposed(launch.propose(partials))
+        launch.choose_from_whole(shard.gather(logits.flatten(0, 1), needed))
     return out
+
+
+class _Launch:
+    """Launches of one call. out [S, Q]: the sampled tokens."""
+
+    def __init__(self, batch: Batch, state: SamplingState, shard: LogitShard, out: Tensor) -> None:
+        self.batch = batch
+        self.parameters = Parameters(
+            **state.parts() | {"in_prompt": state.in_prompt.view(torch.uint8)}
+        )
+        self.shard = shard
+        self.out = out
+        self.logit_rows = out.numel()
+        words, longest = state.bad_words.shape[1:]
+        self.numbers = (out.shape[1], batch.history.shape[1], state.bias.shape[1])
+        self.common = dict(STOPS=state.stop_ids.shape[1], W=words, L=longest)
+        self.common |= dict(WORD_LANES=_power(longest), enable_fp_fusion=False)
+        span = SPAN if self.logit_rows >= MANY else BLOCK
+        self.parts = max(triton.cdiv(shard.width, span), 1)
+        self.span = span
+
+    def floats(self, *sizes: int) -> Tensor:
+        """Return an unfilled tensor [logit rows, ...] of fp32."""
+        return self.out.new_empty(self.logit_rows, *sizes, dtype=torch.float32)
+
+    def ints(self, *sizes: int) -> Tensor:
+        """Return an unfilled tensor [logit rows, ...] of int32."""
+        return self.out.new_empty(self.logit_rows, *sizes, dtype=torch.int32)
+
+    def score(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Launch score_kernel -> peaks, masses, best scores and their indices, of this rank."""
+        sizes = _sizes(self.shard.width)
+        peaks, masses = self.floats(sizes["GROUPS"]), self.floats(sizes["BLOCKS"])
+        partials = (peaks, masses, self.floats(self.parts), self.ints(self.parts))
+        alignment = gcd(self.shard.total, MAX_ALIGNMENT)
+        pitch = self.shard.width // alignment if self.shard.ranks > 1 else None
+        score_kernel[(self.logit_rows, self.parts)](
+            self.batch, self.parameters, *partials, *self.numbers, pitch, VOCAB=self.shard.width,
+            FIRST=self.shard.begin, SPAN=self.span, GRAIN=GRAIN, BLOCK=BLOCK, ALIGNMENT=alignment,
+            num_warps=8, **sizes, **self.common,
+        )  # fmt: skip
+        return partials
+
+    def choose(self, partials: tuple[Tensor, ...]) -> None:
+        """Launch choose_kernel, which leaves some logit rows UNDECIDED."""
+        tile = (self.ints(TILE), self.floats(TILE * GROUP), self.ints(TILE * GROUP))
+        choose_kernel[(self.logit_rows,)](
+            self.batch, self.parameters, *partials, *tile, self.out, *self.numbers,
+            VOCAB=self.shard.total, PARTS=self.parts, PART_LANES=_power(self.parts), GRAIN=GRAIN,
+            TILE=TILE, num_warps=16, **_sizes(self.shard.total), **_lanes(self.shard.total),
+            **self.common,
+        )  # fmt: skip
+
+    def _record(self) -> dict[str, int]:
+        """Return the layout of a record, as constants of the kernels."""
+        itemsize = self.batch.logits.dtype.itemsize
+        layout = RecordLayout.of(_sizes(self.shard.max_width)["BLOCKS"], TILE, GROUP, itemsize)
+        sizes = dict(WORDS=layout.size, GROUPS_AT=layout.groups, LOGITS_AT=layout.logits)
+        return sizes | dict(LOGIT_WORDS=4 // itemsize)
+
+    def propose(self, partials: tuple[Tensor, ...]) -> Tensor:
+        """Launch propose_kernel and exchange the records -> [N, ranks, words] int32."""
+        layout = self._record()
+        begin, width = self.shard.begin, self.shard.width
+        if begin % BLOCK and width:
+            raise ValueError(
+                f"logits from {begin} on are no shard; allowed: multiples of {BLOCK}, the logits "
+                "whose sums belong to one rank. Cut the vocabulary by Columns.vocabulary()."
+            )
+        records = self.ints(layout["WORDS"])
+        needed = self.ints()
+        views = (records.view(torch.float32), records.view(self.batch.logits.dtype))
+        propose_kernel[(self.logit_rows,)](
+            self.batch, self.parameters, *partials, records, *views, needed, self.numbers[0],
+            VOCAB=width, FIRST=begin, PARTS=self.parts, PART_LANES=_power(self.parts), GRAIN=GRAIN,
+            BLOCK=BLOCK, TILE=TILE, num_warps=16, enable_fp_fusion=False, **_sizes(width),
+            **_lanes(width), **layout,
+        )  # fmt: skip
+        return self.shard.gather_records(records, needed)
+
+    def choose_proposed(self, records: Tensor) -> Tensor:
+        """Launch choose_proposed_kernel -> whether each logit row is needed whole, [N] int32."""
+        total, ranks = self.shard.total, self.shard.ranks
+        sizes = _sizes(total)
+        needed = self.ints()
+        views = (records.view(torch.float32), records.view(self.batch.logits.dtype))
+        scratch = (self.floats(sizes["GROUPS"]), self.floats(sizes["BLOCKS"]), self.ints(TILE))
+        tile = (self.floats(TILE * GROUP), self.ints(TILE * GROUP))
+        choose_proposed_kernel[(self.logit_rows,)](
+            self.batch, self.parameters, records, *views, *scratch, *tile, self.out, needed,
+            *self.numbers, VOCAB=total, MAX_WIDTH=self.shard.max_width, RANKS=ranks,
+            RANK_LANES=_power(ranks), TILE=TILE, num_warps=16, **sizes, **_lanes(total),
+            **self._record(), **self.common,
+        )  # fmt: skip
+        return needed
+
+    def choose_from_whole(self, logits: Tensor) -> None:
+        """Launch whole_kernel, which reads the whole logits [N, V] of UNDECIDED logit rows."""
+        vocab = self.shard.total
+        num_ctas = min(self.logit_rows, WHOLE)
+        scores = self.out.new_empty(num_ctas, vocab, dtype=torch.float32)
+        whole_kernel[(num_ctas,)](
+            self.batch._replace(logits=logits), self.parameters, scores, self.out,
+            self.logit_rows, *self.numbers, VOCAB=vocab,
+            BLOCK=max(2, min(LOGIT_ROW_BLOCK, _power(vocab))), num_warps=16, **self.common,
+        )  # fmt: skip
+
+
+def _power(count: int) -> int:
+    """Return the smallest power of 2 that is not below count."""
+    return triton.next_power_of_2(count)
+
+
+def _sizes(width: int) -> dict[str, int]:
+    """Return the groups and blocks of so many logits; a shard without logits has one of each."""
+    blocks = max(triton.cdiv(width, BLOCK), 1)
+    return dict(BLOCKS=blocks, GROUPS=max(triton.cdiv(width, GROUP), 1), GROUP=GROUP)
+
+
+def _lanes(width: int) -> dict[str, int]:
+    """Return the lanes of a CTA that reads all groups, and all blocks, of so many logits."""
+    block_lanes = _power(_sizes(width)["BLOCKS"])
+    return dict(LANES=block_lanes * BLOCK // GROUP, BLOCK_LANES=block_lanes)
