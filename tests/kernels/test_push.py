@@ -123,6 +123,21 @@ def test_columns_are_made_of_partials_and_activations(
     run_processes(2, run)
 
 
+def test_integers_cross_as_they_are() -> None:
+    """Records of the sampling kernels are words of 32 bits."""
+
+    def run(group: RankGroup) -> None:
+        generator = torch.Generator().manual_seed(0)
+        whole = torch.randint(-(1 << 31), 1 << 31, (3, 26), generator=generator, dtype=torch.int64)
+        whole = whole.to(torch.int32)
+        needed = torch.tensor([13, 0, 7], dtype=torch.int32)
+        found = push.exchange_push(whole.split(13, 1)[group.index], (13, 13), group, needed=needed)
+        read = needed_columns(needed, (13, 13), 3)
+        assert torch.equal(found[read], whole[read])
+
+    run_processes(2, run)
+
+
 @pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("widths", [(48, 48), (40, 24, 24)], ids=str)
