@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from lockstep import LLM, SamplingParams
 from lockstep.check.engines import CheckEngine
@@ -15,6 +16,7 @@ from lockstep.outputs import RequestMetrics
 from lockstep.worker import executor
 from lockstep.worker.executor import worker_of
 from lockstep.worker.hooks import CheckHooks
+from lockstep.worker.rows import restore_row, save_row
 from tests.bundled_model import GREEDY, SEEDED, assert_idle, make_engine
 from tests.thread_ranks import ThreadRanks
 
@@ -166,6 +168,19 @@ def test_fingerprint_names_adapters_and_nothing_changes_without(
     assert "lora" not in launched
     assert "lora" in {choice["op"] for choice in adapted.engine.explain()["layers"]}
     assert adapted.engine.fingerprint != plain.engine.fingerprint
+
+
+@torch.inference_mode()
+def test_preempted_row_moves_with_its_adapter(adapted: LLM) -> None:
+    worker = worker_of(adapted.engine)
+    table = worker.table
+    for row, name in ((1, "second"), (2, "first")):
+        table.adapters.write(row, name)
+    saved = save_row(table, 1, [], 0, worker.transfers)
+    restore_row(table, 2, saved, [], 0, worker.transfers)
+    row_ids = torch.tensor([2, 0, 1])
+    adapter_ids = table.adapters.of_tokens(row_ids, torch.tensor([0, 0, 1, 2]))
+    assert adapter_ids is not None and adapter_ids.tolist() == [2, 2, 0, 2]
 
 
 def test_llm_names_an_adapter_per_prompt(adapted: LLM) -> None:

@@ -209,7 +209,7 @@ FAULTS = (
         "AdapterColumn.tensors",
         "return [self.by_row]",
         "return []",
-        f"{OF_ADAPTERS}::test_adapters_equal_single_rows_on_every_engine",
+        f"{OF_ADAPTERS}::test_preempted_row_moves_with_its_adapter",
     ),
     Fault(
         "snapshots not pinned", "cache", GROUPS, "StateGroup.resume",

@@ -185,7 +185,7 @@ def push_add_rms_norm_kernel(
     """Add a row of all ranks' columns of delta to a row of x and norm the sum: a CTA per row.
 
     local: this rank's WIDTH columns of delta, from column FIRST on, or PARTS partials of them.
-    Otherwise as add_rms_norm_kernel of lockstep.kernels.norm, whose bits it has.
+    All other arguments, and the bits, are those of add_rms_norm_kernel of lockstep.kernels.norm.
     """
     dtype: tl.constexpr = total.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)

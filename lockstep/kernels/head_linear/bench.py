@@ -21,12 +21,15 @@ def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[Laz
 
 
 def _head_linear(sizes: tuple[int, int, int], env: BenchEnv, query_len: int) -> OpBenchmark:
+    """Build the benchmark of one map.
+
+    env.random repeats its numbers for equal shapes, so each weight is cut from a wider one.
+    """
     heads, inputs, outputs = sizes
     backend, run = env.choose(head_linear, inputs=inputs, outputs=outputs)
     count = heads * inputs * outputs
     size = env.dtype.itemsize
     variants = max(1, -(-env.chain_bytes // (count * size)))
-    # Numbers are equal for equal shapes: a different width gives each weight numbers of its own.
     weights = [env.random(heads, outputs, inputs + i)[..., i:] for i in range(variants)]
     weights = [(weight * inputs**-0.5).contiguous() for weight in weights]
     x = env.random(env.max_rows * query_len, heads, inputs)

@@ -25,13 +25,14 @@ SPAN = 8192
 BLOCK = VOCABULARY_TILE
 """Logits per CTA in a smaller batch, and logits that a CTA reads at once."""
 MANY = 16
-"""Logit rows from which on a batch is large enough to fill the GPU with CTAs of SPAN logits."""
+"""Minimum logit rows of a batch that fills the GPU with CTAs of SPAN logits."""
 LOGIT_ROW_BLOCK = 16384
 """Scores of a whole logit row that a CTA reads at once."""
 GRAIN = 8
 """Adjacent logits per lane."""
 WHOLE = 64
-"""Maximum CTAs, and score buffers, that process UNDECIDED logit rows."""
+"""Maximum CTAs, each with a score buffer, that process the logit rows which choose_kernel left
+UNDECIDED."""
 MAX_ALIGNMENT = 8
 """Logits of the widest load: 16 bytes of a 16-bit dtype."""
 MAX_VOCAB = 1 << 20
