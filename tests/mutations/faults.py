@@ -401,6 +401,12 @@ FAULTS = (
         "    ...",
     ),
     Fault(
+        "the first rank's best score always wins", "sampler", SAMPLING, "_best_of_ranks",
+        "$best, $top_of_all = _best($values)",
+        "$best, $top_of_all = _best($values[:, :1])",
+        "tests/kernels/test_sampling_shards.py::test_every_parameter",
+    ),
+    Fault(
         "the largest is looked for in the first block", "sampler", SAMPLING, "_best_of_many",
         "return ($first[..., 0] * BLOCK + $best, $top)",
         "return ($best, $top)",

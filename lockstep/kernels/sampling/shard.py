@@ -34,7 +34,10 @@ class RecordLayout:
 
     @classmethod
     def of(cls, blocks: int, tile: int, group: int, itemsize: int) -> "RecordLayout":
-        """Return the layout for so many blocks, `tile` groups, and logits of itemsize bytes."""
+        """Return the layout of a record of `blocks` blocks and `tile` groups of logits.
+
+        itemsize: bytes of a logit.
+        """
         padded = -(-blocks // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
         groups = HEADER_WORDS + 2 * padded
         logits = groups + 2 * tile

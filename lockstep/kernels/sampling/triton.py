@@ -190,12 +190,12 @@ def _power(count: int) -> int:
 
 
 def _sizes(width: int) -> dict[str, int]:
-    """Return the groups and blocks of so many logits; a shard without logits has one of each."""
+    """Return the numbers of groups and blocks of `width` logits, at least one of each."""
     blocks = max(triton.cdiv(width, BLOCK), 1)
     return dict(BLOCKS=blocks, GROUPS=max(triton.cdiv(width, GROUP), 1), GROUP=GROUP)
 
 
 def _lanes(width: int) -> dict[str, int]:
-    """Return the lanes of a CTA that reads all groups, and all blocks, of so many logits."""
+    """Return the lanes of a CTA that reads all groups, and all blocks, of `width` logits."""
     block_lanes = _power(_sizes(width)["BLOCKS"])
     return dict(LANES=block_lanes * BLOCK // GROUP, BLOCK_LANES=block_lanes)
