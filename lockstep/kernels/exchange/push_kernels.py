@@ -53,6 +53,20 @@ def _needed_columns(needed, row, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _tiles_per_row(needed, rows, TILES_PER_ROW: tl.constexpr, BLOCK: tl.constexpr):
+    """Return how many tiles of a row hold columns that cross, in the row with the most of them."""
+    if needed is None:
+        return TILES_PER_ROW
+    else:
+        largest = tl.full((), 0, tl.int32)
+        lane = tl.arange(0, 128)
+        for begin in range(0, rows, 128):
+            counts = tl.load(needed + begin + lane, mask=begin + lane < rows, other=0)
+            largest = tl.maximum(largest, tl.max(counts, 0))
+        return tl.minimum(tl.cdiv(largest, BLOCK), TILES_PER_ROW)
+
+
+@triton.jit
 def _needed_packets(needed, row, WIDTH: tl.constexpr):
     """Return how many leading packets of a rank cross in a row, at least one in the first row.
 
@@ -148,24 +162,24 @@ def push_kernel(
     clear_old_packets(peers, epoch, RANK, PACKETS, PACKET_BYTES)
     region = (epoch & 1) * (BUFFER_BYTES // 2 // (dtype.primitive_bitwidth // 8))
     lane = tl.arange(0, BLOCK)
-    tiles = rows * TILES_PER_ROW
+    row_tiles = _tiles_per_row(needed, rows, TILES_PER_ROW, BLOCK)
+    tiles = rows * row_tiles
     for tile in range(cta, tiles, ctas):
-        row = tile // TILES_PER_ROW
-        column = tile % TILES_PER_ROW * BLOCK + lane
-        live = column < WIDTHS[RANK]
+        row = tile // row_tiles
+        column = tile % row_tiles * BLOCK + lane
+        live = column < _needed_columns(needed, row, WIDTHS[RANK])
         values = _columns(local, row, column, live, stride, part, dtype, PARTS, ACT, WIDTHS[RANK])
         at = row * TOTAL + OFFSETS[RANK] + column
         for step in tl.static_range(1, SIZE):
             theirs = memory_of(peers, (RANK + step) % SIZE, BUFFERS, dtype) + region
-            sent = column < _needed_columns(needed, row, WIDTHS[RANK])
-            tl.store(theirs + at, values, mask=sent)
+            tl.store(theirs + at, values, mask=live)
         tl.store(out + at, values, mask=live)
     post_flags(peers, cta, epoch, RANK, SIZE, FLAGS)
     wait_for_flags(peers, cta, epoch, RANK, SIZE, FLAGS)
     own = memory_of(peers, RANK, BUFFERS, dtype) + region
     for tile in range(cta, tiles, ctas):
-        row = tile // TILES_PER_ROW
-        column = tile % TILES_PER_ROW * BLOCK + lane
+        row = tile // row_tiles
+        column = tile % row_tiles * BLOCK + lane
         for step in tl.static_range(1, SIZE):
             at = row * TOTAL + OFFSETS[(RANK + step) % SIZE] + column
             live = column < _needed_columns(needed, row, WIDTHS[(RANK + step) % SIZE])
