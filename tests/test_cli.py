@@ -283,7 +283,7 @@ def test_bench_ends_with_one_line_of_json(model: str) -> None:
 
 
 def test_check_status_table_and_json(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(setups.SIZES, "quick", setups.Size(max_tokens=4, alone=2, company=1))
+    monkeypatch.setitem(setups.SIZES, "quick", setups.Size(max_tokens=4, alone=2, companions=1))
     monkeypatch.setattr(cases, "LONG_PROMPT", 300)
     engines = [Setup("ngram", 2, "cold", "none")]
     monkeypatch.setattr(tokens, "setups", lambda size, drafters, graphs: engines)

@@ -75,6 +75,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("snapshot_every", 0, "from 1 to 1048576"),
     ("enable_prefix_caching", "no", "True, False"),
     ("audit", "no", "True, False"),
+    ("disable_custom_all_reduce", "no", "True, False"),
     ("skip_tokenizer_init", None, "True, False"),
     ("seed", 1.5, "whole numbers from 0"),
     ("seed", -1, "from 0"),

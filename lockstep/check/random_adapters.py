@@ -1,7 +1,9 @@
 """Random LoRA adapters of a model, in the files of PEFT, for checks."""
 
 import json
+import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -56,15 +58,16 @@ class RandomAdapters:
         self.model = model
 
     @cached_property
-    def _folder(self) -> tempfile.TemporaryDirectory[str]:
-        folder = tempfile.TemporaryDirectory(prefix="lockstep-check-")
+    def _folder(self) -> Path:
+        folder = Path(tempfile.mkdtemp(prefix="lockstep-check-"))
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         for seed, name in enumerate(NAMES):
-            write_random_adapter(self.model, Path(folder.name) / name, seed)
+            write_random_adapter(self.model, folder / name, seed)
         return folder
 
     def settings(self) -> dict[str, Any]:
         """Return the LLM arguments of an engine with these adapters."""
-        return {"lora_modules": {name: Path(self._folder.name) / name for name in NAMES}}
+        return {"lora_modules": {name: self._folder / name for name in NAMES}}
 
 
 def _modules(model: nn.Module) -> Iterator[CheckpointLinear]:

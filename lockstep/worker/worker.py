@@ -85,8 +85,8 @@ class Worker:
     """Row table, program and cache tensors of one device.
 
     specs: row -> request data of its latest admission. saved: request id -> preempted row in host
-    memory. observers: called around every step of a schedule, on the first rank. num_observers:
-    their number, on every rank: all ranks gather whole logits for them. run_step: runs a step;
+    memory. observers: called around every step of a schedule. num_observers: number of those on
+    the first rank that read logits, known on every rank: all ranks gather whole logits for them. run_step: runs a step;
     uncaptured: the same without graphs. group: of the tensor-parallel ranks. shard: share of the
     logits that this rank computes.
     """
@@ -274,12 +274,12 @@ class Worker:
         """Run a step of these rows and call the observers. between: see `RunStep`."""
         for observer in self.observers:
             observer.before_step(specs, shape)
-        outcome = self.run_step(shape, between)
+        outcome = observed = self.run_step(shape, between)
         if self.num_observers:
             step, hidden, logits, verdict = outcome
             observed = (step, hidden, self.shard.gather(logits), verdict)
-            for observer in self.observers:
-                observer.after_step(specs, shape, observed)
+        for observer in self.observers:
+            observer.after_step(specs, shape, observed)
         return outcome
 
     def _copy_logits(

@@ -33,8 +33,8 @@ def test_sleep_takes_wall_time_and_little_cpu_time() -> None:
 
 
 def test_settings_of_a_model_and_its_drafter() -> None:
-    assert model_settings(None) == {"model": None, "load_format": "auto"}
-    assert model_settings("m") == {"model": "m", "load_format": "dummy"}
+    assert model_settings(None) == {"model": None, "load_format": "auto", "tensor_parallel_size": 1}
+    assert model_settings("m") == {"model": "m", "load_format": "dummy", "tensor_parallel_size": 1}
     assert speculative_config("mtp", 0) is None
     assert speculative_config("mtp", 3, model="head") == {
         "method": "mtp",

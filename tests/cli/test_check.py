@@ -106,7 +106,7 @@ def test_json_says_that_a_check_was_interrupted(
         run_engine(*rest)
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setitem(setups.SIZES, "quick", setups.Size(max_tokens=4, alone=2, company=1))
+    monkeypatch.setitem(setups.SIZES, "quick", setups.Size(max_tokens=4, alone=2, companions=1))
     monkeypatch.setattr(tokens, "setups", lambda size, drafters, graphs: [SETUP, SETUP])
     monkeypatch.setattr(tokens, "_run_engine", signalled)
     arguments = ["check", *tiny, "--quick", "--kv-cache-dtype", "all", "--json"]

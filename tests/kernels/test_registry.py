@@ -11,9 +11,8 @@ import torch
 import lockstep.kernels
 from lockstep.errors import ConfigError
 from lockstep.kernels import Op, backends, op
-from lockstep.kernels.exchange import exchange
 from tests.kernels.adversarial import ROWS
-from tests.kernels.backends import OPS
+from tests.kernels.backends import EXCHANGES, OPS
 
 
 def defined_ops() -> set[Op]:
@@ -27,7 +26,7 @@ def defined_ops() -> set[Op]:
 
 def test_every_op_has_cases() -> None:
     """The tests of this folder run the ops found by folder."""
-    assert defined_ops() == {*OPS, exchange} and len(OPS) >= 11
+    assert defined_ops() == {*OPS, *EXCHANGES} and len(OPS) >= 11
     assert set(ROWS) <= set(OPS)
     for actual in OPS:
         assert any(backends.load_cases(actual)(torch.float32)), actual.name

@@ -85,7 +85,7 @@ def test_bytes_and_capacity(preset):
         spec = kv_spec(1, dim, torch.bfloat16, preset)
         assert sum(part.nbytes for part in spec.parts) == expected
         assert 4 * dim / expected >= MIN_CAPACITY[preset.name]
-        assert all(part.nbytes % 4 == 0 for part in spec.parts if "numbers" not in part.name)
+        assert all(part.nbytes % 4 == 0 for part in spec.parts if "scales" not in part.name)
         for quantizer in (preset.k, preset.v):
             codes, *numbers = quantizer.quantize(heads(dim, 4))
             assert codes.shape[-1] == quantizer.row_width(dim) and codes.dtype == quantizer.dtype

@@ -170,7 +170,7 @@ def test_keep_stores_latents_without_queries() -> None:
     step = StepContext(**{**unread, **indices})  # type: ignore[arg-type]
     hidden = torch.randn(5, config.hidden_size)
     actual = []
-    for call in (draft, draft.keep):
+    for call in (draft, draft.write_cache):
         mixer.bind(mixer.cache_spec().allocate(2, 64, "cpu"))
         call(ids, hidden, step)
         actual.append(mixer.cache_tensors())

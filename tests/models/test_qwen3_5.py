@@ -28,7 +28,7 @@ def test_keep_stores_keys_and_values_without_queries(monkeypatch: pytest.MonkeyP
     unread = dict.fromkeys(StepContext.__dataclass_fields__)
     indices = dict(shape=StepShape.uniform(1, TOKENS), positions=ids + 3, slot_mapping=ids + PAGE)
     step = StepContext(**{**unread, **indices})  # type: ignore[arg-type]
-    for call in (draft, draft.keep):
+    for call in (draft, draft.write_cache):
         mixer.bind(mixer.cache_spec().allocate(2, PAGE, "cpu"))
         call(ids, hidden, step)
         actual.append(mixer.cache_tensors())

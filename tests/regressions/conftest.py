@@ -101,7 +101,7 @@ def poison_latents_behind(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     Returns: the list of poisoned pages, which grows.
     """
-    index = LatentAttention._place
+    index = LatentAttention._rotate_and_cache
     poisoned: list[int] = []
 
     def poisoning(self: LatentAttention, q: Any, kv: Any, step: Any) -> Any:
@@ -117,7 +117,7 @@ def poison_latents_behind(monkeypatch: pytest.MonkeyPatch) -> list[int]:
                     poisoned.append(page)
         return index(self, q, kv, step)
 
-    monkeypatch.setattr(LatentAttention, "_place", poisoning)
+    monkeypatch.setattr(LatentAttention, "_rotate_and_cache", poisoning)
     return poisoned
 
 

@@ -62,7 +62,7 @@ def unquantized_chunk(attend: Callable[..., Any]) -> Callable[..., Any]:
 
     def forward(self: Attention, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         packed = self.k_cache, self.v_cache
-        self._place(self.qkv(x), step)
+        self._rotate_and_cache(self.qkv(x, step), step)
         self.k_cache, self.v_cache = (
             cases.dequantized_copy(side, x.dtype) for side in copy.deepcopy(packed)
         )

@@ -118,7 +118,7 @@ def test_rejected_drafts_leave_no_trace(
 ) -> None:
     """Before every step each row's slots from its first written one are poisoned."""
     expected = plain_of(kind)
-    index = LatentAttention._place
+    index = LatentAttention._rotate_and_cache
     poisoned = 0
 
     def poisoning(self: LatentAttention, q: Any, kv: Any, step: Any) -> Any:
@@ -134,7 +134,7 @@ def test_rejected_drafts_leave_no_trace(
                     poisoned += 1
         return index(self, q, kv, step)
 
-    monkeypatch.setattr(LatentAttention, "_place", poisoning)
+    monkeypatch.setattr(LatentAttention, "_rotate_and_cache", poisoning)
     settings = dict(kv_cache_dtype=kind, enable_prefix_caching=False)
     assert answers(engine_over(folder, "mtp", 3, **settings)) == expected
     assert poisoned
