@@ -86,9 +86,9 @@ class Worker:
 
     specs: row -> request data of its latest admission. saved: request id -> preempted row in host
     memory. observers: called around every step of a schedule. num_observers: number of those on
-    the first rank that read logits, known on every rank: all ranks gather whole logits for them. run_step: runs a step;
-    uncaptured: the same without graphs. group: of the tensor-parallel ranks. shard: share of the
-    logits that this rank computes.
+    the first rank that read logits, known on every rank: all ranks gather whole logits for them.
+    run_step: runs a step; uncaptured: the same without graphs. group: of the tensor-parallel ranks.
+    shard: share of the logits that this rank computes.
     """
 
     def __init__(
