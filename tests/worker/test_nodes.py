@@ -309,9 +309,10 @@ def joined_node() -> Iterator[tuple[RemoteNode, Link]]:
         b"R\x09\x00\x00\x00" + pickle.dumps(Ready()),
         b"R\x01\x00\x00\x00" + pickle.dumps("no report"),
         b"R\x01\x00\x00\x00" + pickle.dumps(os.system),
+        b"R\x01\x00\x00\x00" + b"Nr\xff\xff\xff\xff.",  # a memo of 64 GB
         b"R" + b"x" * node_link.MAX_REPORT_BYTES,
     ],
-    ids=["empty", "no report", "no pickle", "other rank", "text", "function", "too long"],
+    ids=["empty", "no report", "no pickle", "other rank", "text", "function", "memo", "too long"],
 )
 def test_a_report_that_cannot_be_read_fails_the_node(frame: bytes) -> None:
     with joined_node() as (joined, link), in_thread(lambda: link.connection.send_bytes(frame)):
@@ -357,6 +358,7 @@ GARBAGE = [
     b"",
     b"\x00\x00\x00\x02{}",
     b"\x00\x00\x00\x02[]",
+    b"\x00\x00\x20\x00" + b"[" * 0x2000,
     b"\x7f\xff\xff\xff" + b"x" * 100,
     b"\xff\xff\xff\xff" + b"\xff" * 8,
 ]
@@ -380,6 +382,25 @@ def test_head_does_not_wait_for_a_silent_stranger(monkeypatch: pytest.MonkeyPatc
             began = time.monotonic()
             assert listener.accept(5.0) is None
             assert time.monotonic() - began < 3
+
+
+def test_head_does_not_wait_for_a_slow_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte arrives in time, and the frame does not."""
+    monkeypatch.setattr(node_link, "HELLO_SECONDS", 0.5)
+    with listening() as listener:
+        address = ("127.0.0.1", listener.config.master_port)
+        with socket.create_connection(address) as stranger:
+
+            def drip() -> None:
+                with suppress(OSError):
+                    for byte in b"\x00\x00\x20\x00" + b" " * 100:
+                        stranger.send(bytes([byte]))
+                        time.sleep(0.1)
+
+            began = time.monotonic()
+            with in_thread(drip):
+                assert listener.accept(5.0) is None
+                assert time.monotonic() - began < 3
 
 
 @pytest.mark.parametrize("answer", [b"\x00\x00\x00\x02{}", b"HTTP/1.1 400 Bad Request\r\n", b""])
