@@ -25,6 +25,7 @@ from pydantic import BaseModel
 
 from lockstep import LLM
 from lockstep.cache.host_tier import Move
+from lockstep.check.random_adapters import write_random_adapter
 from lockstep.config import EngineConfig
 from lockstep.engine_builder import build_engine
 from lockstep.errors import ConfigError, EngineDeadError, LockstepError
@@ -197,6 +198,22 @@ def test_draft_models_are_compared_by_their_contents(tmp_path: Path) -> None:
         weights.write(b"\x00")
     with pytest.raises(ConfigError, match="draft model's weights of rank 1"):
         check_identity(mine, identity_of(other), "rank 1")
+
+
+def test_adapters_are_compared_by_their_contents(plain: LLM, tmp_path: Path) -> None:
+    """Another order counts as well: rows name adapters by their numbers."""
+    model = executor_of(plain.engine).worker.model
+    folders = [write_random_adapter(model, tmp_path / f"a{i}", seed=i % 2) for i in range(3)]
+    first, second, moved = map(str, folders)
+
+    def identity(**paths: str) -> dict[str, str]:
+        return identity_of(EngineConfig.read(lora_modules=paths))
+
+    mine = identity(sql=first, law=second)
+    check_identity(mine, identity(sql=moved, law=second), "rank 1")
+    for other in (identity(sql=second, law=second), identity(law=second, sql=first), identity()):
+        with pytest.raises(ConfigError, match="lora_modules of rank 1 is"):
+            check_identity(mine, other, "rank 1")
 
 
 def test_long_settings_are_compared_whole() -> None:
