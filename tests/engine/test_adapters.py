@@ -190,6 +190,12 @@ def test_fingerprint_names_adapters_and_nothing_changes_without(
     assert adapted.engine.fingerprint != plain.engine.fingerprint
 
 
+def test_adapters_do_not_raise_the_floor_of_a_step(plain: LLM, adapted: LLM) -> None:
+    """Rows of the base model read none of them."""
+    floors = [llm.engine.facts.costs.step(2, 0, 100) for llm in (plain, adapted)]
+    assert floors[0] == floors[1]
+
+
 @torch.inference_mode()
 def test_preempted_row_moves_with_its_adapter(adapted: LLM) -> None:
     worker = worker_of(adapted.engine)
