@@ -11,12 +11,13 @@ from lockstep import LLM, SamplingParams
 from lockstep.check.engines import CheckEngine
 from lockstep.check.judges.answers import Answer
 from lockstep.check.random_adapters import write_random_adapter
-from lockstep.errors import RequestError
+from lockstep.errors import LockstepError, RequestError
 from lockstep.outputs import RequestMetrics
 from lockstep.worker import executor
-from lockstep.worker.executor import worker_of
+from lockstep.worker.executor import executor_of, worker_of
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.rows import restore_row, save_row
+from lockstep.worker.worker import Worker
 from tests.bundled_model import GREEDY, SEEDED, assert_idle, make_engine
 from tests.thread_ranks import ThreadRanks
 
@@ -140,6 +141,25 @@ def test_ranks_of_a_group_give_the_answers_of_one(
     monkeypatch.setattr(executor, "start_ranks", ThreadRanks)
     llm = make_engine("mtp", tensor_parallel_size=2, lora_modules=adapters)
     assert run(llm, requests) == expected
+
+
+@torch.inference_mode()
+def change_adapters(worker: Worker) -> None:
+    """Give the rows of the second rank another adapter."""
+    if worker.group.index == 1:
+        worker.table.adapters.tensors()[0][1:] += 1
+
+
+def test_audit_names_a_rank_with_other_adapters(
+    adapters: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "start_ranks", ThreadRanks)
+    monkeypatch.setattr(executor, "AUDIT_EVERY", 1)
+    llm = make_engine(None, lora_modules=adapters, tensor_parallel_size=2, audit=True)
+    llm.generate(TEXT, GREEDY, lora_request="first")
+    executor_of(llm.engine).collective_rpc(change_adapters)
+    with pytest.raises(LockstepError, match=r"rank 1 has another row table than rank 0 \(adapters"):
+        llm.generate(TEXT, GREEDY)
 
 
 def test_order_and_ranks_of_other_adapters_do_not_matter(
