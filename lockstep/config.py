@@ -86,9 +86,9 @@ def _adapter_path(entry: Any) -> tuple[Any, Any] | None:
         name, separator, path = entry.partition("=")
         return (name, path) if separator else None
     known = {"name", "path", "base_model_name"}
-    if isinstance(entry, dict) and {"name", "path"} <= set(entry) <= known:
-        return entry["name"], entry["path"]
-    return None
+    if not isinstance(entry, dict) or not {"name", "path"} <= set(entry) <= known:
+        return None
+    return (entry["name"], entry["path"]) if isinstance(entry["name"], str) else None
 
 
 AdapterName = Annotated[str, Field(min_length=1, max_length=256)]

@@ -179,8 +179,9 @@ class LLM:
         check_keywords(others, GENERATE, CALL)
         prompt_list = _as_list(prompts)
         params = self._params(sampling_params, len(prompt_list), self.get_default_sampling_params)
-        answer = partial(self._answer, prompt_list, params, priority, on_progress, use_tqdm)
-        return answer(adapters=lora_request)
+        return self._answer(
+            prompt_list, params, priority, on_progress, use_tqdm, adapters=lora_request
+        )
 
     def _answer(
         self,
@@ -202,12 +203,14 @@ class LLM:
         count = len(prompts)
         priorities = _per_prompt("priority", priority or 0, count, int, "a whole number")
         names = _per_prompt("lora_request", adapters or "", count, str, "a name in lora_modules")
-        options = zip(params, priorities, readers or (None,) * count, names, strict=True)
+        each_reader = readers or (None,) * count
         groups = [
             RequestGroup(
                 self.processor, uuid.uuid4().hex, prompt, p, value, shown_ids, reader, name
             )
-            for prompt, (p, value, reader, name) in zip(prompts, options, strict=True)
+            for prompt, p, value, reader, name in zip(
+                prompts, params, priorities, each_reader, names, strict=True
+            )
         ]
         engine = self.engine
         for group in groups:
@@ -247,7 +250,8 @@ class LLM:
         tools, tool_choice and parallel_tool_calls mean what they do over HTTP. Once a completion
         has ended, its `content`, `reasoning` and `tool_calls` are the parsers' results; `text` is
         everything that the model wrote, including tags that are special tokens. Without
-        sampling_params an answer may fill the context, as over HTTP. Raises what generate() does.
+        sampling_params an answer may fill the context, as over HTTP. lora_request: as in
+        generate(). Raises what generate() does.
         """
         check_keywords(others, CHAT_PARAMETERS, CHAT)
         prompt_list = isinstance(messages, list) and messages and isinstance(messages[0], list)
@@ -274,8 +278,9 @@ class LLM:
             for prompt, one in zip(rendered, params, strict=True)
         ]
         shown_ids = processor.marker_ids(tools)
-        answer = partial(self._answer, rendered, params, priority, on_progress, use_tqdm)
-        return answer(shown_ids, readers, lora_request)
+        return self._answer(
+            rendered, params, priority, on_progress, use_tqdm, shown_ids, readers, lora_request
+        )
 
     def beam_search(self, *_: Any, **__: Any) -> NoReturn:
         """Raise RequestError: a beam's answer would depend on other answers."""

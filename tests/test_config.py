@@ -172,6 +172,8 @@ def test_adapters_have_the_forms_of_vllm() -> None:
     assert EngineConfig.read().lora_modules is None
     with pytest.raises(ConfigError, match="up to 64"):
         EngineConfig.read(lora_modules={f"sql-{i}": "a" for i in range(65)})
+    with pytest.raises(ConfigError, match="NAME=FOLDER"):
+        EngineConfig.read(lora_modules=[{"name": ["sql"], "path": "a"}])
 
 
 @pytest.mark.parametrize(

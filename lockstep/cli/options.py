@@ -11,7 +11,7 @@ import typer
 
 from lockstep.cli.vllm.command import panel_of
 from lockstep.cli.vllm.read import CONFIG
-from lockstep.config import EngineConfig
+from lockstep.config import EngineConfig, adapter_paths
 from lockstep.errors import ConfigError, brief, choice_error
 from lockstep.sampling_params import SamplingParams
 from lockstep.serve.settings import ServerSettings
@@ -269,15 +269,10 @@ def read_skip_layers(value: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in value.split(",")) if value else ()
 
 
-def read_lora_modules(value: list[str] | None) -> list[str] | None:
-    """Return the values of --lora-modules, which the setting parses."""
-    return value
-
-
 READERS: dict[str, Callable[[Any], Any]] = {
     "kv_cache_dtype_skip_layers": read_skip_layers,
-    "lora_modules": read_lora_modules,
+    "lora_modules": adapter_paths,
     "row_buckets": read_row_buckets,
     "speculative_config": read_speculative_config,
 }
-"""Parser by name of a setting whose option is a string."""
+"""Parser by name of a setting whose option is a string or a list of strings."""

@@ -1,7 +1,7 @@
 """lockstep serve: the OpenAI-compatible server."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -82,18 +82,16 @@ def serve(
         log_stats=not server.disable_log_stats,
     )
     model_names = server.served_model_name or (settings["model"] or "lockstep",)
-    check_adapter_names(settings["lora_modules"], model_names)
+    check_adapter_names(settings["lora_modules"] or (), model_names)
     address = Address(server.host, server.port, server.uds)
     in_thread = server.disable_frontend_multiprocessing
     with _span_recorder(server.otlp_traces_endpoint) as traces:
         _run(settings | text, address, options, model_names, in_thread, traces)
 
 
-def check_adapter_names(value: Any, model_names: tuple[str, ...]) -> None:
-    """Raise ConfigError where an adapter has a name of the model. value: of --lora-modules."""
-    from lockstep.config import adapter_paths
-
-    for name in adapter_paths(value) or ():
+def check_adapter_names(adapters: Iterable[str], model_names: tuple[str, ...]) -> None:
+    """Raise ConfigError where an adapter has a name of the model."""
+    for name in adapters:
         if name in model_names:
             allowed = f"names other than those of the model: {', '.join(model_names)}"
             remedy = "Rename the adapter, or the model by --served-model-name."

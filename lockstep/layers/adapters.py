@@ -18,7 +18,7 @@ class AdapterTable:
         """Return which of a module's names the adapter changes; None if it changes none."""
         return next((name for name in names if name in self.modules[adapter - 1]), None)
 
-    def change(self, names: Collection[str]) -> bool:
+    def changes_module(self, names: Collection[str]) -> bool:
         """Return whether any adapter changes the module with these names."""
         return any(not modules.isdisjoint(names) for modules in self.modules)
 

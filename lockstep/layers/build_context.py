@@ -58,15 +58,14 @@ class BuildContext:
     exact: False for drafters only, whose linear layers may use any kernel. window: maximum tokens
     of a generated step (K + 1), which sizes a recurrent mixer's window. max_positions: positions
     that a row may reach, steps in flight included. max_model_len: longest sequence that is served
-    (0: max_positions). layer: name of the layer under construction, for messages; named: prefix of
-    such names. path: its module in the checkpoint, less the architecture's prefix. tensors: tensors
-    of the checkpoint by module and suffix, None for dummy weights. prefixes: that names in the
-    checkpoint may have. weight_format: None for plain weights. arch: architecture of a GPU
-    that is not present, such as 86; None for the device's. kv: KV cache format of each layer.
-    state_dtype: dtype of recurrent state between steps.
-    group: the tensor-parallel ranks. adapters: those that linear layers make room for. shards,
-    quantized_shards: of the parameters and quantized weights that are cut across ranks, by their
-    id().
+    (0: max_positions). layer: name of the layer under construction, for messages; name_prefix:
+    prefix of such names. path: its module in the checkpoint, less the architecture's prefix.
+    tensors: tensors of the checkpoint by module and suffix, None for dummy weights. prefixes: that
+    names in the checkpoint may have. weight_format: None for plain weights. arch: architecture of a
+    GPU that is not present, such as 86; None for the device's. kv: KV cache format of each layer.
+    state_dtype: dtype of recurrent state between steps. group: the tensor-parallel ranks. adapters:
+    those that linear layers make room for. shards, quantized_shards: of the parameters and
+    quantized weights that are cut across ranks, by their id().
     """
 
     device: str

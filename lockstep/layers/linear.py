@@ -331,9 +331,9 @@ class Linear(nn.Module):
         # Split-K partitions follow from the whole weight, so that every number of ranks has them.
         total = sum(module.whole_outputs for module in self.reads)
         # What gets an adapter is rounded first. An exchange adds partials itself.
-        adapted = any(build.adapters.change(module.names) for module in self.reads)
-        adds = self.allow_partials or (self.gathers and build.rank.size > 1)
-        allow_partials = adds and not (bias or adapted) and len(row_groups) == 1
+        adapted = any(build.adapters.changes_module(module.names) for module in self.reads)
+        consumer_adds = self.allow_partials or (self.gathers and build.rank.size > 1)
+        allow_partials = consumer_adds and not (bias or adapted) and len(row_groups) == 1
         gemms = [
             Gemm(build, inputs, groups, total=total, allow_partials=allow_partials)
             for groups in row_groups
@@ -516,7 +516,7 @@ class Embedding(nn.Module):
         self.columns = Columns.vocabulary(vocab)
         self.rank = build.rank
         self.shard = VocabularyShard(build, vocab, hidden)
-        self.gather = self.shard.gather  # registered here, for those who walk the model
+        self.gather = self.shard.gather  # a submodule, so that a walk over the model finds it
         self.weight = build.matrix(len(self.shard.tokens), hidden)
         build.cut(self.weight, self.columns.ranges(build.rank), vocab)
 
@@ -556,7 +556,8 @@ class Head(Gemm):
             cut_weight(build, self, [self.module])
         self.shard = VocabularyShard(build, vocab, hidden)
         self.logit_shard = shard = build.logit_shard(columns)
-        if shard.ranks > 1:  # the sampler calls them; they are here for those who walk the model
+        if shard.ranks > 1:
+            # The sampler calls them. As submodules they are found by a walk over the model.
             received = (shard.ranks - 1) * shard.record_bytes(build.dtype.itemsize)
             self.exchange_records = Exchange(shard.exchange, build.layer, received)
             self.exchange_undecided_rows = Exchange(shard.exchange, build.layer, 0)

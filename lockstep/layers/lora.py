@@ -50,7 +50,6 @@ class LoRA(nn.Module):
         count = len(build.adapters.modules) + 1
         widths = [module.outputs for module in reads]
         self.begins = tuple(accumulate(widths, initial=0))
-        self.shape = (count, self.rank, self.begins[-1], inputs)
         self.register_buffer("a", build.empty(count, len(reads) * self.rank, inputs).data.zero_())
         self.register_buffer("b", build.empty(count, self.rank, self.begins[-1]).data.zero_())
         scales = build.empty(count, len(reads), dtype=torch.float32)

@@ -27,7 +27,7 @@ PREFIX = "base_model.model."
 """Prefix that PEFT puts before a module's name in the base model."""
 SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 REMEDY = "Serve another adapter, or merge this one into its base model by PEFT's merge_and_unload."
-PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
+PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base model's weights as they are."""
 _TRAINING = "training alone"
 _WRITER = "notes of the library that wrote the file"
@@ -92,15 +92,15 @@ def _read_settings(c: ConfigReader) -> tuple[int, float, tuple[str, ...] | None]
     c.one_of("bias", "none", default="none")
     for name in ("use_dora", "use_qalora", "lora_bias", "fan_in_fan_out"):
         c.one_of(name, False, None, default=False)
-    c.one_of("init_lora_weights", *PLAIN_STARTS, default=True)
+    c.one_of("init_lora_weights", *PLAIN_INITS, default=True)
     rank = c.size("r", max_value=MAX_RANK)
     alpha = c.positive("lora_alpha")
     c.need(alpha <= MAX_ALPHA, "lora_alpha", f"numbers up to {MAX_ALPHA:g}")
     targets = c.raw.get("target_modules")
     if not isinstance(targets, str):
         targets = c.get("target_modules", list)
-        names = bool(targets) and all(isinstance(one, str) and one for one in targets)
-        c.need(names, "target_modules", "a list of names of modules, or a regular expression")
+        are_names = bool(targets) and all(isinstance(one, str) and one for one in targets)
+        c.need(are_names, "target_modules", "a list of names of modules, or a regular expression")
     # rsLoRA (Kalajdzievski, 2023): the scale falls with the root of the rank.
     divisor = rank**0.5 if c.get("use_rslora", bool, False) else rank
     c.refuse_unread(WITHOUT_EFFECT, REMEDY)
@@ -139,9 +139,9 @@ def _module_names(folder: Path, targets: tuple[str, ...] | None) -> frozenset[st
     return modules
 
 
-def read_adapters(paths: Mapping[str, str]) -> list[LoRAAdapter]:
+def read_adapters(paths: Mapping[str, str] | None) -> list[LoRAAdapter]:
     """Read the adapters of these folders, by name. Raise CheckpointError as LoRAAdapter.read()."""
-    return [LoRAAdapter.read(name, Path(path).expanduser()) for name, path in paths.items()]
+    return [LoRAAdapter.read(name, Path(path).expanduser()) for name, path in (paths or {}).items()]
 
 
 def adapter_table(adapters: Sequence[LoRAAdapter]) -> AdapterTable:
@@ -201,6 +201,7 @@ def place_adapters(model: nn.Module, adapters: Sequence[LoRAAdapter]) -> list[Pl
 
 
 def _specs(model: nn.Module, number: int, adapter: LoRAAdapter) -> Iterator[tuple[str, WeightSpec]]:
+    """Yield the destination of each tensor of an adapter, and set its scale in each layer."""
     for layer in model.modules():
         if isinstance(layer, LoRA):
             for part, module in layer.changes(number).items():

@@ -83,8 +83,7 @@ class Scheduler:
     rows that decode steps are padded to, ascending; None pads nothing. draft_policy: chooses the
     drafts per step; None: always query_len - 1. drafts_in_pages: a draft module writes drafts to
     the rows' pages, one window after the step's own tokens. adapters: digest of each adapter by its
-    name. dropped, answers: fields of the next
-    schedule.
+    name. dropped, answers: fields of the next schedule.
 
     With recurrent layers, prompt chunks end on multiples of the page size.
     """

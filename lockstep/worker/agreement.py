@@ -14,8 +14,15 @@ from lockstep.models.weight_files import find_weight_files
 from lockstep.quantization import read_weight_format
 from lockstep.worker.build import find_model, pick_device, step_limits
 
-NODE_SETTINGS = ("model", "node_rank", "master_addr", "master_port", "distributed_timeout_seconds")
-"""Settings that may differ between nodes. The model's path may: its contents are compared."""
+NODE_SETTINGS = (
+    "model",
+    "lora_modules",
+    "node_rank",
+    "master_addr",
+    "master_port",
+    "distributed_timeout_seconds",
+)
+"""Settings that may differ between nodes: of a model and an adapter the contents are compared."""
 SAMPLES = 8
 """Samples of a weight file that are compared: all of it takes minutes to read."""
 SAMPLE_BYTES = 1 << 14
@@ -31,7 +38,9 @@ def identity_of(config: EngineConfig) -> dict[str, str]:
     checkpoint = Checkpoint.read(find_model(config.model), config.hf_overrides)
     weight_format = read_weight_format(checkpoint.quantization(), config.quantization)
     limits = step_limits(config, checkpoint, pick_device(config), weight_format)
-    identity = {"release": __version__, "numerics": limits.numerics}
+    # Their order too: a row names its adapter by the number in the list.
+    adapters = shown(list(limits.adapters.items()))
+    identity = {"release": __version__, "lora_modules": adapters, "numerics": limits.numerics}
     for field in fields(config):
         if field.name not in NODE_SETTINGS:
             identity[field.name] = shown(getattr(config, field.name))

@@ -7,7 +7,7 @@ from lockstep.errors import RankError
 from lockstep.worker.worker import Worker
 
 TENSORS = ("tokens", "computed", "folded", "drafts", "page_table", "state_slots")
-"""Tensors of the row table that must be equal on all ranks, in the order of their digests."""
+"""Tensors of the row table that must be equal on all ranks, next to the column of adapters."""
 
 
 @torch.inference_mode()
@@ -17,12 +17,16 @@ def compare_ranks(worker: Worker) -> None:
     Raises:
         RankError: a rank has another table; names the first one and its tensors.
     """
-    digests = torch.stack([digest(getattr(worker.table, name)) for name in TENSORS])
+    table = worker.table
+    # Another adapter on one rank changes the logits of all, and leaves the tokens equal.
+    compared = [(name, getattr(table, name)) for name in TENSORS]
+    compared += [("adapters", tensor) for tensor in table.adapters.tensors()]
+    digests = torch.stack([digest(tensor) for _, tensor in compared])
     first, *digests_of_peers = worker.group.all_gather(digests).tolist()
     for rank, other in enumerate(digests_of_peers, 1):
         if other != first:
-            pairs = zip(TENSORS, first, other, strict=True)
-            names = ", ".join(name for name, a, b in pairs if a != b)
+            pairs = zip(compared, first, other, strict=True)
+            names = ", ".join(name for (name, _), a, b in pairs if a != b)
             raise RankError(
                 f"rank {rank} has another row table than rank 0 ({names}): its steps gave other "
                 "bits. Run `lockstep check` with this tensor_parallel_size, and report this."

@@ -130,7 +130,7 @@ def step_limits(
     drafting = config.speculative_config
     cuda = device == "cuda"
     rows = config.max_num_seqs or (GPU_ROWS if cuda else CPU_ROWS)
-    adapters = {one.name: one.digest for one in read_adapters(config.lora_modules or {})}
+    adapters = {one.name: one.digest for one in read_adapters(config.lora_modules)}
     return StepLimits(
         model_path=checkpoint.folder,
         device=device,
@@ -228,7 +228,7 @@ def _overridden(config: EngineConfig) -> str:
 
 
 def _adapted(adapters: Mapping[str, str]) -> str:
-    """Return the numerics suffix of LoRA adapters: a name may stand for other weights."""
+    """Return the numerics suffix of LoRA adapters, with their digests."""
     if not adapters:
         return ""
     return f"/adapters-{sha256(json.dumps(adapters).encode()).hexdigest()[:8]}"
@@ -256,7 +256,7 @@ def build_models(
     """
     model = build_model(checkpoint.raw, build)
     # Before the weights are read: an adapter of another model is refused at once.
-    placed = place_adapters(model, read_adapters(config.lora_modules or {}))
+    placed = place_adapters(model, read_adapters(config.lora_modules))
     draft = build_draft(config, checkpoint, model, build)
     for adapter in placed:
         adapter.load()

@@ -143,12 +143,13 @@ def rank_bytes(engine: DryEngine, first: DryEngine, planned: dict[str, Any]) -> 
 
 def exchange_backend(config: EngineConfig) -> str:
     """Return the backend of exchanges with and without access to the peers' memory, "" for one
-    rank.
+    rank. Ranks of other nodes have none.
     """
     if config.tensor_parallel_size == 1:
         return ""
     traits = dict(device="cuda", ranks=config.tensor_parallel_size)
-    reaches = (False,) if config.disable_custom_all_reduce else (True, False)
+    by_nccl = config.disable_custom_all_reduce or config.nnodes > 1
+    reaches = (False,) if by_nccl else (True, False)
     return " or ".join(exchange.choose(**traits, peer_access=access) for access in reaches)
 
 

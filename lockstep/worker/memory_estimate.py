@@ -90,7 +90,7 @@ class DryEngine:
                 kv=kv_layers(config, dtype),
                 state_dtype=state_dtype(config),
                 group=DryGroup(rank, config.tensor_parallel_size),
-                adapters=adapter_table(read_adapters(config.lora_modules or {})),
+                adapters=adapter_table(read_adapters(config.lora_modules)),
             )
             self.build.memory_budget.bounded = False  # fake tensors take no memory
             self.model = build_model(checkpoint.raw, self.build)

@@ -19,7 +19,7 @@ from typing import Any
 from lockstep import __version__
 from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError
-from lockstep.worker.plain_data import decode_plain
+from lockstep.worker.plain_data import check_memo, decode_plain
 from lockstep.worker.rank_process import Failed, Report
 
 MESSAGE = b"M"
@@ -45,7 +45,7 @@ STALL_SECONDS = 10.0
 JOIN_SECONDS = 0.5
 """Interval between two attempts to reach the head."""
 HELLO_SECONDS = 5.0
-"""Seconds that a new connection has for its first frame."""
+"""Seconds that a new connection has for its first frame, however slowly the bytes arrive."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,8 @@ class Hello:
         return cls(__version__, config.nnodes, config.node_rank, config.tensor_parallel_size)
 
     @classmethod
-    def read(cls, data: bytes) -> "Hello":
-        """Parse a frame. Raises ValueError for anything else."""
-        value = json.loads(data)
+    def read(cls, value: Any) -> "Hello":
+        """Read the value of a first frame. Raises ValueError for anything else."""
         if not isinstance(value, dict):
             raise ValueError("it is no node of Lockstep")
         values: dict[str, Any] = {field.name: value.get(field.name) for field in fields(cls)}
@@ -133,6 +132,18 @@ class Link:
         frame = self.connection.recv_bytes(self._max_bytes)
         return frame[:1], frame[1:]
 
+    def receive_first(self) -> Any:
+        """Return the value of the first frame. Raises OSError, EOFError or ValueError."""
+        deadline = threading.Timer(HELLO_SECONDS, self.shutdown)
+        deadline.daemon = True
+        deadline.start()
+        try:
+            return json.loads(self.connection.recv_bytes(MAX_HELLO_BYTES))
+        except RecursionError:
+            raise ValueError("its first frame is nested too deeply") from None
+        finally:
+            deadline.cancel()
+
     def shutdown(self) -> None:
         """End the connection; a thread that waits for it gets an error."""
         with contextlib.suppress(OSError):
@@ -179,6 +190,7 @@ class RemoteNode:
             if kind != REPORT:
                 return []
             rank = RANK.unpack_from(data)[0]
+            check_memo(data[RANK.size :])
             report = decode_plain(data[RANK.size :])
             if rank not in self.ranks or not isinstance(report, Report):
                 raise ValueError(f"rank {rank}: {type(report).__name__}")
@@ -269,7 +281,7 @@ class NodeListener:
             return None
         link = Link(connected, MAX_REPORT_BYTES)
         try:
-            hello = Hello.read(link.connection.recv_bytes(MAX_HELLO_BYTES))
+            hello = Hello.read(link.receive_first())
             error = self._refusal(hello, link.peer)
             link.connection.send_bytes(json.dumps(asdict(Welcome(self.port, error))).encode())
         except (OSError, EOFError, ValueError):  # no node, or one that has ended
@@ -348,7 +360,7 @@ def _try_to_join(config: EngineConfig) -> tuple[Link, Welcome]:
         if connected.getsockname() == connected.getpeername():
             raise OSError("nobody listens")
         link.connection.send_bytes(json.dumps(asdict(Hello.of(config))).encode())
-        value: Any = json.loads(link.connection.recv_bytes(MAX_HELLO_BYTES))
+        value = link.receive_first()
         welcome = Welcome(int(value["port"]), str(value["error"]))
         if welcome.error:
             raise ConfigError(f"the head refuses this node: {welcome.error}")

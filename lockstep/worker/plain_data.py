@@ -5,6 +5,7 @@ functions only the few that ranks call.
 """
 
 import pickle
+import pickletools
 from dataclasses import is_dataclass
 from enum import Enum
 from io import BytesIO
@@ -55,6 +56,16 @@ class _Unpickler(pickle.Unpickler):
             f"{module[:80]}.{name[:80]} is not allowed in a message between nodes; allowed: plain "
             "data, and the functions of lockstep.worker. Use nnodes=1 for functions of your own."
         )
+
+
+def check_memo(data: bytes) -> None:
+    """Raise ConfigError for a pickle that numbers its memo: a number takes memory of its size.
+
+    Pickles of protocol 4 and later, such as all messages, do not. ValueError: it is no pickle.
+    """
+    for opcode, _, _ in pickletools.genops(data):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT"):
+            raise ConfigError(f"{opcode.name} is not allowed in a message; allowed: MEMOIZE.")
 
 
 def decode_plain(data: bytes | memoryview) -> Any:

@@ -149,9 +149,8 @@ def make_group(
     # Imported here: Triton is for GPUs.
     from lockstep.kernels.exchange.peer_memory import PeerGroup, reaches_peers
 
-    by_nccl = config.disable_custom_all_reduce
-    # By the node's number: containers on two hosts may have one host name.
-    if not by_nccl and reaches_peers(store, index, size, f"node {config.node_rank}"):
+    by_nccl = config.disable_custom_all_reduce or config.nnodes > 1
+    if not by_nccl and reaches_peers(store, index, size):
         return PeerGroup(store, index, size, seconds)
     return NcclGroup(store, index, size, seconds)
 

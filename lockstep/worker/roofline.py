@@ -7,8 +7,10 @@ of any step follows.
 Counted: every weight once per pass; KV of the context read, KV of the step's tokens written;
 recurrent state read and written once, and the history lines of the step's tokens. For MoE, the
 experts that are read: tokens are assumed to choose independently and evenly (distinct_experts);
-real texts choose less evenly, and tokens of one row more alike. Activations are neglected, and so
-are FLOPs other than products with a weight (attention's: 3 % at a prompt of 8,192 tokens).
+real texts choose less evenly, and tokens of one row more alike.
+
+Not counted: activations, LoRA adapters (rows of the base model read none), and FLOPs other than
+products with a weight (attention's: 3 % at a prompt of 8,192 tokens).
 
 A tensor-parallel rank has the costs of its own slices, and its exchanges with the other ranks,
 which are added to the time: a layer waits for them.
@@ -24,6 +26,7 @@ from lockstep.cache.specs import Spec, StorageKind, is_cached, unit_bytes
 from lockstep.layers.exchange import Exchange
 from lockstep.layers.latent_attention import AbsorbedHeads
 from lockstep.layers.linear import Embedding, Gemm, Head
+from lockstep.layers.lora import LoRA
 from lockstep.layers.moe import ExpertWeight
 from lockstep.layers.norm import AddRMSNorm
 from lockstep.layers.rotary import Rotary
@@ -341,7 +344,7 @@ def _weights(root: nn.Module) -> Iterator[WeightCost]:
             flops = 2 * prod(module.shape) // module.experts * module.top_k
             chosen = (module.experts, module.top_k)
             yield ExpertCost(label, module.stored.nbytes, flops, False, *chosen)
-        else:
+        elif not isinstance(module, LoRA):
             for tensor in _own(module):
                 yield _tensor(label, module, tensor, of_logits)
 

@@ -121,7 +121,7 @@ class WorkerStartup:
             kv=kv_layers(config, dtype),
             state_dtype=state_dtype(config),
             group=group,
-            adapters=adapter_table(read_adapters(config.lora_modules or {})),
+            adapters=adapter_table(read_adapters(config.lora_modules)),
         )
         self.model: Any
         self.model, self.draft, self.loaded = build_models(

@@ -274,7 +274,8 @@ class Worker:
         """Run a step of these rows and call the observers. between: see `RunStep`."""
         for observer in self.observers:
             observer.before_step(specs, shape)
-        outcome = observed = self.run_step(shape, between)
+        outcome = self.run_step(shape, between)
+        observed = outcome
         if self.num_observers:
             step, hidden, logits, verdict = outcome
             observed = (step, hidden, self.shard.gather(logits), verdict)
@@ -294,9 +295,9 @@ class Worker:
         copies: list[Tensor | None] = [None] * len(wanted)
         if indices:
             local = torch.cat([logits[i * query_len : (i + 1) * query_len] for i in indices])
-            whole = self.shard.gather(local).split(query_len)
-            for i, row in zip(indices, whole, strict=True):
-                copies[i] = row
+            row_logits = self.shard.gather(local).split(query_len)
+            for i, copied in zip(indices, row_logits, strict=True):
+                copies[i] = copied
         return copies
 
     @torch.inference_mode()

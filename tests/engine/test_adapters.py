@@ -11,12 +11,13 @@ from lockstep import LLM, SamplingParams
 from lockstep.check.engines import CheckEngine
 from lockstep.check.judges.answers import Answer
 from lockstep.check.random_adapters import write_random_adapter
-from lockstep.errors import RequestError
+from lockstep.errors import LockstepError, RequestError
 from lockstep.outputs import RequestMetrics
 from lockstep.worker import executor
-from lockstep.worker.executor import worker_of
+from lockstep.worker.executor import executor_of, worker_of
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.rows import restore_row, save_row
+from lockstep.worker.worker import Worker
 from tests.bundled_model import GREEDY, SEEDED, assert_idle, make_engine
 from tests.thread_ranks import ThreadRanks
 
@@ -142,6 +143,25 @@ def test_ranks_of_a_group_give_the_answers_of_one(
     assert run(llm, requests) == expected
 
 
+@torch.inference_mode()
+def change_adapters(worker: Worker) -> None:
+    """Give the rows of the second rank another adapter."""
+    if worker.group.index == 1:
+        worker.table.adapters.tensors()[0][1:] += 1
+
+
+def test_audit_names_a_rank_with_other_adapters(
+    adapters: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "start_ranks", ThreadRanks)
+    monkeypatch.setattr(executor, "AUDIT_EVERY", 1)
+    llm = make_engine(None, lora_modules=adapters, tensor_parallel_size=2, audit=True)
+    llm.generate(TEXT, GREEDY, lora_request="first")
+    executor_of(llm.engine).collective_rpc(change_adapters)
+    with pytest.raises(LockstepError, match=r"rank 1 has another row table than rank 0 \(adapters"):
+        llm.generate(TEXT, GREEDY)
+
+
 def test_order_and_ranks_of_other_adapters_do_not_matter(
     adapters: dict[str, str], requests: Requests, expected: list[Answer]
 ) -> None:
@@ -168,6 +188,12 @@ def test_fingerprint_names_adapters_and_nothing_changes_without(
     assert "lora" not in launched
     assert "lora" in {choice["op"] for choice in adapted.engine.explain()["layers"]}
     assert adapted.engine.fingerprint != plain.engine.fingerprint
+
+
+def test_adapters_do_not_raise_the_floor_of_a_step(plain: LLM, adapted: LLM) -> None:
+    """Rows of the base model read none of them."""
+    floors = [llm.engine.facts.costs.step(2, 0, 100) for llm in (plain, adapted)]
+    assert floors[0] == floors[1]
 
 
 @torch.inference_mode()

@@ -106,7 +106,7 @@ def run_rank(index: int, size: int, port: int, seconds: float, seed: int) -> Non
     load()
     timeout = timedelta(seconds=JOIN_SECONDS)
     store = dist.TCPStore("127.0.0.1", port, size, index == 0, timeout, wait_for_workers=False)
-    assert reaches_peers(store, index, size, "localhost"), "GPUs without access to each other"
+    assert reaches_peers(store, index, size), "GPUs without access to each other"
     group = PeerGroup(store, index, size, JOIN_SECONDS)
     noise = torch.Generator(device="cuda").manual_seed(seed)
     fuzzer = Fuzzer(group, random.Random(seed), random.Random(f"{seed} {index}"), noise)

@@ -66,5 +66,6 @@ def recorded_cases(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Any, 
                 continue
             tensors = {k: v.to(device) for k, v in arguments.items() if isinstance(v, Tensor)}
             recorded = RecordedPeers(group, device)
-            group.peers, group.memory = recorded.pointers, recorded
+            group.peers = recorded.pointers
+            group.memory = recorded
             yield f"{op.name}, {name}", op, arguments | tensors

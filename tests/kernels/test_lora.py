@@ -35,7 +35,8 @@ def numpy_lora(arguments: dict[str, Any], token: int) -> np.ndarray:
     """Compute one token's result in numpy, in fp32 and in the order of the contract."""
     values = {name: tensor.numpy() for name, tensor in arguments.items()}
     adapter = values["adapter_ids"][token]
-    a, b = values["a"][adapter], values["b"][adapter]
+    a = values["a"][adapter]
+    b = values["b"][adapter]
     hidden = numpy_sum((a * values["x"][token]).T).reshape(-1, len(b))
     delta = numpy_sum(b * hidden[values["parts"]].T)
     scale = values["scales"][adapter][values["parts"]]

@@ -1411,6 +1411,19 @@ FAULTS = (
         f"{OF_NODES}::test_draft_models_are_compared_by_their_contents",
     ),
     Fault(
+        "ranks with other LoRA adapters work together", "worker", "worker.agreement",
+        "identity_of",
+        "$adapters = shown(list($limits.adapters.items()))",
+        "$adapters = shown(list($limits.adapters))",
+        f"{OF_NODES}::test_adapters_are_compared_by_their_contents",
+    ),
+    Fault(
+        "the audit leaves the adapters out", "worker", "worker.audit", "compare_ranks",
+        '$compared += [("adapters", $tensor) for $tensor in $table.adapters.tensors()]',
+        "",
+        "tests/engine/test_adapters.py::test_audit_names_a_rank_with_other_adapters",
+    ),
+    Fault(
         "an idle engine does not notice a dead rank", "worker", "engine.engine_loop",
         "EngineLoop.run",
         "$executor.call_on_failure(self._end_by_failure)",

@@ -67,7 +67,7 @@ def test_models_list_adapters_and_refuse_others(adapted: Any) -> None:
 
 
 def test_adapter_may_not_have_the_name_of_the_model() -> None:
-    check_adapter_names(["sql=a"], ("tiny",))
-    check_adapter_names(None, ("tiny",))
+    check_adapter_names({"sql": "a"}, ("tiny",))
+    check_adapter_names((), ("tiny",))
     with pytest.raises(ConfigError, match="lora_modules name='tiny' is not allowed"):
-        check_adapter_names(["sql=a", "tiny=b"], ("tiny", "small"))
+        check_adapter_names({"sql": "a", "tiny": "b"}, ("tiny", "small"))

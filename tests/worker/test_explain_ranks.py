@@ -18,7 +18,7 @@ from lockstep.worker import executor
 from lockstep.worker.build import find_model, step_limits
 from lockstep.worker.device_rates import EXCHANGE_RATES, H200, Rates
 from lockstep.worker.dry_run import dry
-from lockstep.worker.explain import explain_absent
+from lockstep.worker.explain import exchange_backend, explain_absent
 from lockstep.worker.memory_estimate import DryEngine, weight_bytes
 from lockstep.worker.roofline import Exchanged, StepCosts, StepFloors
 from tests.thread_ranks import ThreadRanks
@@ -120,3 +120,9 @@ def test_engine_explains_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = llm.engine.plan
     assert first["pages_bytes"] == plan.num_pages * plan.page_bytes
     assert first["state_bytes"] == plan.num_slots * plan.slot_bytes
+
+
+def test_ranks_of_several_nodes_exchange_by_nccl() -> None:
+    load_backends()
+    config = EngineConfig.read(tensor_parallel_size=4, nnodes=2)
+    assert exchange_backend(config) == "nccl"

@@ -25,6 +25,7 @@ from pydantic import BaseModel
 
 from lockstep import LLM
 from lockstep.cache.host_tier import Move
+from lockstep.check.random_adapters import write_random_adapter
 from lockstep.config import EngineConfig
 from lockstep.engine_builder import build_engine
 from lockstep.errors import ConfigError, EngineDeadError, LockstepError
@@ -199,6 +200,22 @@ def test_draft_models_are_compared_by_their_contents(tmp_path: Path) -> None:
         check_identity(mine, identity_of(other), "rank 1")
 
 
+def test_adapters_are_compared_by_their_contents(plain: LLM, tmp_path: Path) -> None:
+    """Another order counts as well: rows name adapters by their numbers."""
+    model = executor_of(plain.engine).worker.model
+    folders = [write_random_adapter(model, tmp_path / f"a{i}", seed=i % 2) for i in range(3)]
+    first, second, moved = map(str, folders)
+
+    def identity(**paths: str) -> dict[str, str]:
+        return identity_of(EngineConfig.read(lora_modules=paths))
+
+    mine = identity(sql=first, law=second)
+    check_identity(mine, identity(sql=moved, law=second), "rank 1")
+    for other in (identity(sql=second, law=second), identity(law=second, sql=first), identity()):
+        with pytest.raises(ConfigError, match="lora_modules of rank 1 is"):
+            check_identity(mine, other, "rank 1")
+
+
 def test_long_settings_are_compared_whole() -> None:
     value = {"rope_parameters": {str(number): number for number in range(200)}}
     changed = {"rope_parameters": {**value["rope_parameters"], "199": 0}}
@@ -309,9 +326,10 @@ def joined_node() -> Iterator[tuple[RemoteNode, Link]]:
         b"R\x09\x00\x00\x00" + pickle.dumps(Ready()),
         b"R\x01\x00\x00\x00" + pickle.dumps("no report"),
         b"R\x01\x00\x00\x00" + pickle.dumps(os.system),
+        b"R\x01\x00\x00\x00" + b"Nr\xff\xff\xff\xff.",  # a memo of 64 GB
         b"R" + b"x" * node_link.MAX_REPORT_BYTES,
     ],
-    ids=["empty", "no report", "no pickle", "other rank", "text", "function", "too long"],
+    ids=["empty", "no report", "no pickle", "other rank", "text", "function", "memo", "too long"],
 )
 def test_a_report_that_cannot_be_read_fails_the_node(frame: bytes) -> None:
     with joined_node() as (joined, link), in_thread(lambda: link.connection.send_bytes(frame)):
@@ -357,6 +375,7 @@ GARBAGE = [
     b"",
     b"\x00\x00\x00\x02{}",
     b"\x00\x00\x00\x02[]",
+    b"\x00\x00\x20\x00" + b"[" * 0x2000,
     b"\x7f\xff\xff\xff" + b"x" * 100,
     b"\xff\xff\xff\xff" + b"\xff" * 8,
 ]
@@ -380,6 +399,25 @@ def test_head_does_not_wait_for_a_silent_stranger(monkeypatch: pytest.MonkeyPatc
             began = time.monotonic()
             assert listener.accept(5.0) is None
             assert time.monotonic() - began < 3
+
+
+def test_head_does_not_wait_for_a_slow_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte arrives in time, and the frame does not."""
+    monkeypatch.setattr(node_link, "HELLO_SECONDS", 0.5)
+    with listening() as listener:
+        address = ("127.0.0.1", listener.config.master_port)
+        with socket.create_connection(address) as stranger:
+
+            def drip() -> None:
+                with suppress(OSError):
+                    for byte in b"\x00\x00\x20\x00" + b" " * 100:
+                        stranger.send(bytes([byte]))
+                        time.sleep(0.1)
+
+            began = time.monotonic()
+            with in_thread(drip):
+                assert listener.accept(5.0) is None
+                assert time.monotonic() - began < 3
 
 
 @pytest.mark.parametrize("answer", [b"\x00\x00\x00\x02{}", b"HTTP/1.1 400 Bad Request\r\n", b""])

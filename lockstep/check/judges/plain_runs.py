@@ -71,7 +71,7 @@ class PlainRuns:
             self._adapted = {name: PlainRuns(engine, adapter=name) for name in names}
         return self._adapted[adapter]
 
-    def again(self) -> "PlainRuns":
+    def without_outputs(self) -> "PlainRuns":
         """Return plain runs of the same engine and adapter without any output."""
         return PlainRuns(self.engine, adapter=self.adapter)
 

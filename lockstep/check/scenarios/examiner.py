@@ -275,7 +275,7 @@ def locate(scenario: Scenario, difference: Difference, examiner: Examiner) -> st
     end = len(request.prompt) + difference.position
     eager = replace(scenario, kind=replace(scenario.kind, graph="none"))
     # New plain runs: the cached ones would not run again, and their first id is plain-1.
-    plain = examiner.plain.of(request.adapter).again()
+    plain = examiner.plain.of(request.adapter).without_outputs()
     with traced(plain.engine, lambda row: row.id == plain_id) as plain_digests:
         plain.answers(request.prompt, scenario.plain_params(request))
     try:

@@ -94,7 +94,7 @@ def row_batches(begins: tuple[int, ...], starts: tuple[int, ...]) -> tuple[RowBa
     """Group the rows of a step by their number of queries and of KV splits.
 
     A step of a small model is bound by the number of its ops: 8 rows of 3 KV heads took 24 passes a
-    layer. A batch holds at most MAX_KEYS keys, or one row.
+    layer. A batch has at most MAX_KEYS keys, or one row.
 
     Args:
         begins: first token of each row, then the number of tokens.

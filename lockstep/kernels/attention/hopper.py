@@ -60,7 +60,7 @@ MIN_QUERY_LEN = 64
 """Tokens per row from which on this kernel is the faster one: times in docs/kernels/attention.md.
 """
 NUM_STAGES = {128: 10, 256: 6}
-"""Pipeline stages by head dim, 16 KB each: as many as fit next to the other buffers."""
+"""Pipeline stages by head dim, 16 KB each: the most that fit next to the other buffers."""
 
 
 @gluon.jit

@@ -81,10 +81,8 @@ def all_columns(local: Tensor) -> Tensor:
     return local
 
 
-def gather_columns(
-    local: Tensor, widths: Sequence[int], group: RankGroup, needed: Tensor | None = None
-) -> Tensor:
-    """Gather all columns [T, n] of all ranks through tensors of equal shape: see exchange."""
+def gather_columns(local: Tensor, widths: Sequence[int], group: RankGroup) -> Tensor:
+    """Gather all columns [T, n] of all ranks through tensors of equal shape."""
     widest = max(widths)
     gathered = group.all_gather(pad(local, (0, widest - local.shape[1])))
     if min(widths) == widest:

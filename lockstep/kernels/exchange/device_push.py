@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """Device functions of exchanges that write into peers' memory: packets, flags and the epoch.
 
-Small tensors travel in packets: 8 bytes that hold 4 bytes of values and the number of the exchange,
-so that a packet announces itself, in one trip. Large tensors travel without packets; a flag behind
-them announces them, which takes a fence of the whole system but half of the bytes.
+Small tensors travel in packets: 8 bytes with 4 bytes of values and the number of the exchange.
+So a packet needs no announcement, and one trip. Large tensors travel without packets; a flag that
+follows announces them, which takes a fence of the whole system but half of the bytes.
 """
 
 from typing import Any, NamedTuple
@@ -142,7 +142,7 @@ def receive(peers, pointers, live, tag, RANK: tl.constexpr):
 def post_flags(
     peers, slot, epoch, RANK: tl.constexpr, SIZE: tl.constexpr, OFFSET: tl.constexpr
 ):  # fmt: skip
-    """Tell every peer that the CTA of this slot has written its columns.
+    """Signal every peer that the CTA of this slot has written its columns.
 
     The barrier orders the writes of all threads before the flag, which one thread releases. Flags
     only grow, so a maximum stores one, without waiting for an old value. OFFSET: of the flags
@@ -171,8 +171,8 @@ def wait_for_flags(
     peers, slot, epoch, RANK: tl.constexpr, SIZE: tl.constexpr, OFFSET: tl.constexpr
 ):  # fmt: skip
     """Wait until the CTAs of this slot on all peers have written. Returns at an abort as well."""
-    own = memory_of(peers, RANK, OFFSET, tl.int64) + slot * SIZE
+    flags = memory_of(peers, RANK, OFFSET, tl.int64) + slot * SIZE
     for step in tl.static_range(1, SIZE):
-        _wait_for_flag(peers, own + (RANK + step) % SIZE, epoch, (RANK + step) % SIZE)
+        _wait_for_flag(peers, flags + (RANK + step) % SIZE, epoch, (RANK + step) % SIZE)
     # What peers have written is read by all threads.
     tl.debug_barrier()

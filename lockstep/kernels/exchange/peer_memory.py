@@ -90,15 +90,13 @@ class PeerGroup(NcclGroup):
         super().close()
 
 
-def reaches_peers(store: dist.Store, index: int, size: int, host: str) -> bool:
-    """Return whether all ranks run on one host and their GPUs reach each other's memory.
+def reaches_peers(store: dist.Store, index: int, size: int) -> bool:
+    """Return whether the GPUs of all ranks, which run on one host, reach each other's memory.
 
-    All ranks call it and get the same answer. host: name of this rank's host. The GPU of a rank is
-    the one with the number of its index.
+    All ranks call it and get the same answer. The GPU of a rank is the one with its index.
     """
-    others = (other for other in range(size) if other != index)
-    here = torch.cuda.device_count() >= size
-    here = here and all(torch.cuda.can_device_access_peer(index, other) for other in others)
-    store.set(f"peer-access/{index}", f"{host}\n{here}")
-    answers = {store.get(f"peer-access/{rank}") for rank in range(size)}
-    return answers == {f"{host}\nTrue".encode()}
+    peers = (peer for peer in range(size) if peer != index)
+    reaches = torch.cuda.device_count() >= size
+    reaches = reaches and all(torch.cuda.can_device_access_peer(index, peer) for peer in peers)
+    store.set(f"peer-access/{index}", str(reaches))
+    return all(store.get(f"peer-access/{rank}") == b"True" for rank in range(size))

@@ -54,7 +54,7 @@ def exchange_push(
     act: Activation | None = None,
     needed: Tensor | None = None,
 ) -> Tensor:
-    """See lockstep.kernels.exchange.contract.exchange."""
+    """See lockstep.kernels.exchange.contract.exchange. The last stride of `local` is 1."""
     dtype = dtype or local.dtype
     rows = local.shape[-2]
     max_rows = BUFFER_BYTES // 2 // (sum(widths) * dtype.itemsize)
@@ -112,18 +112,19 @@ def exchange_add_rms_norm_push(
     add_norm: AddNorm,
 ) -> tuple[Tensor, Tensor]:
     """See lockstep.kernels.exchange.contract.exchange_add_rms_norm."""
-    fits = 0 < len(x) <= NORM_ROWS and _is_packed(x.dtype, widths)
-    if group.peers is None or not fits:
+    fits = 0 < len(x) <= NORM_ROWS and 2 * x.nbytes <= PACKET_BYTES // 2
+    if group.peers is None or not (fits and _is_packed(x.dtype, widths)):
         gathered = exchange_push(delta, widths, group, x.dtype)
         return add_norm(x, gathered, weight, eps, offset)
-    width, rank = x.shape[1], group.index
-    total, out = torch.empty_like(x), torch.empty_like(x)
+    rank = group.index
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     parts = delta if delta.dim() == 3 else delta[None]
     push_add_rms_norm_kernel[(len(x),)](
         x, delta, weight, total, out, group.peers, x.stride(0), parts.stride(1),
         parts.stride(0), eps, offset, PARTS=len(parts), WIDTH=widths[rank],
         FIRST=sum(widths[:rank]), RANK=rank, SIZE=group.size, PACKETS=PACKETS,
         PACKET_BYTES=PACKET_BYTES, OWN_BLOCK=triton.next_power_of_2(max(widths)),
-        **row_layout(width),
+        **row_layout(x.shape[1]),
     )  # fmt: skip
     return total, out

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""Kernels that write a rank's columns into its peers' memory and wait for theirs.
+"""Kernels that write a rank's columns into its peers' memory and wait for those of the peers.
 
-Each rank has two buffers, which take turns. A peer that writes one again has received what this
-rank sent in the exchange between, so this rank's kernel that read the buffer has ended.
+Each rank has two buffers, used alternately. A peer that writes to a buffer again has received what
+this rank sent in the exchange between, so this rank's kernel that read the buffer has ended.
 """
 
 import triton
@@ -81,16 +81,16 @@ def _needed_packets(needed, row, WIDTH: tl.constexpr):
 
 @triton.jit
 def _receive_tile(
-    peers, own, out, needed, row, begin, tag, OFFSET: tl.constexpr, WIDTH: tl.constexpr,
+    peers, inbox, out, needed, row, begin, tag, OFFSET: tl.constexpr, WIDTH: tl.constexpr,
     TOTAL: tl.constexpr, PEER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Receive BLOCK of a peer's columns of a row, from `begin` on, and store them in out.
 
-    own: packets of this exchange. OFFSET, WIDTH: of the peer's columns.
+    inbox: packets of this exchange in this rank's memory. OFFSET, WIDTH: of the peer's columns.
     """
     pair = begin // 2 + tl.arange(0, BLOCK // 2)
     at = row * (TOTAL // 2) + OFFSET // 2 + pair
-    packets = receive(peers, own + at, pair < _needed_packets(needed, row, WIDTH), tag, PEER)
+    packets = receive(peers, inbox + at, pair < _needed_packets(needed, row, WIDTH), tag, PEER)
     column = begin + tl.arange(0, BLOCK)
     values = unpack(packets, out.dtype.element_ty)
     tl.store(out + row * TOTAL + OFFSET + column, values, mask=column < WIDTH)
@@ -105,7 +105,7 @@ def push_packets_kernel(
 ):  # fmt: skip
     """Write all ranks' columns [rows, TOTAL] of 16 bits to out, sent in packets.
 
-    A CTA has one tile: BLOCK of each rank's columns of a row, of which it sends its own.
+    A CTA has one tile: BLOCK of each rank's columns of a row, of which it sends its own part.
 
     Args:
         local: this rank's columns, or what ACT makes them of, rows `stride` elements apart; PARTS
@@ -129,13 +129,13 @@ def push_packets_kernel(
     packets = pack(values, tag)
     at = region + row * (TOTAL // 2) + OFFSETS[RANK] // 2 + pair
     for step in tl.static_range(1, SIZE):
-        theirs = memory_of(peers, (RANK + step) % SIZE, PACKETS, tl.uint64)
-        tl.store(theirs + at, packets, mask=pair < _needed_packets(needed, row, WIDTHS[RANK]))
+        peer_memory = memory_of(peers, (RANK + step) % SIZE, PACKETS, tl.uint64)
+        tl.store(peer_memory + at, packets, mask=pair < _needed_packets(needed, row, WIDTHS[RANK]))
     tl.store(out + row * TOTAL + OFFSETS[RANK] + column, values, mask=live)
-    own = memory_of(peers, RANK, PACKETS, tl.uint64)
+    inbox = memory_of(peers, RANK, PACKETS, tl.uint64)
     for step in tl.static_range(1, SIZE):
         _receive_tile(
-            peers, own + region, out, needed, row, begin, tag, OFFSETS[(RANK + step) % SIZE],
+            peers, inbox + region, out, needed, row, begin, tag, OFFSETS[(RANK + step) % SIZE],
             WIDTHS[(RANK + step) % SIZE], TOTAL, (RANK + step) % SIZE, BLOCK,
         )  # fmt: skip
     end_exchange(peers, epoch)
@@ -171,12 +171,12 @@ def push_kernel(
         values = _columns(local, row, column, live, stride, part, dtype, PARTS, ACT, WIDTHS[RANK])
         at = row * TOTAL + OFFSETS[RANK] + column
         for step in tl.static_range(1, SIZE):
-            theirs = memory_of(peers, (RANK + step) % SIZE, BUFFERS, dtype) + region
-            tl.store(theirs + at, values, mask=live)
+            peer_memory = memory_of(peers, (RANK + step) % SIZE, BUFFERS, dtype) + region
+            tl.store(peer_memory + at, values, mask=live)
         tl.store(out + at, values, mask=live)
     post_flags(peers, cta, epoch, RANK, SIZE, FLAGS)
     wait_for_flags(peers, cta, epoch, RANK, SIZE, FLAGS)
-    own = memory_of(peers, RANK, BUFFERS, dtype) + region
+    inbox = memory_of(peers, RANK, BUFFERS, dtype) + region
     for tile in range(cta, tiles, ctas):
         row = tile // row_tiles
         column = tile % row_tiles * BLOCK + lane
@@ -184,7 +184,7 @@ def push_kernel(
             at = row * TOTAL + OFFSETS[(RANK + step) % SIZE] + column
             live = column < _needed_columns(needed, row, WIDTHS[(RANK + step) % SIZE])
             # Not through L1, which the writes of other GPUs do not update.
-            values = tl.load(own + at, mask=live, cache_modifier=".cg")
+            values = tl.load(inbox + at, mask=live, cache_modifier=".cg")
             tl.store(out + at, values, mask=live)
     end_exchange(peers, epoch)
 
@@ -213,14 +213,14 @@ def push_add_rms_norm_kernel(
     pair = tl.arange(0, OWN_BLOCK // 2)
     # To this rank as well: then all columns of the row arrive in the same way.
     for step in tl.static_range(1, SIZE + 1):
-        theirs = memory_of(peers, (RANK + step) % SIZE, PACKETS, tl.uint64)
-        tl.store(theirs + base + FIRST // 2 + pair, packets, mask=2 * pair < WIDTH)
+        peer_memory = memory_of(peers, (RANK + step) % SIZE, PACKETS, tl.uint64)
+        tl.store(peer_memory + base + FIRST // 2 + pair, packets, mask=2 * pair < WIDTH)
     offs = tl.arange(0, BLOCK)
     scale = offset + tl.load(weight + offs, mask=offs < D, other=0.0).to(tl.float32)
     residual = tl.load(x + row * x_stride + offs, mask=offs < D, other=0.0).to(tl.float32)
-    own = memory_of(peers, RANK, PACKETS, tl.uint64) + base
+    inbox = memory_of(peers, RANK, PACKETS, tl.uint64) + base
     pair = tl.arange(0, BLOCK // 2)
-    whole = receive(peers, own + pair, 2 * pair < D, tag, -1)
-    delta = unpack(whole, dtype)
+    row_packets = receive(peers, inbox + pair, 2 * pair < D, tag, -1)
+    delta = unpack(row_packets, dtype)
     store_sum_and_norm(residual, delta, scale, total + row * D, out + row * D, offs, eps, D)
     end_exchange(peers, epoch)

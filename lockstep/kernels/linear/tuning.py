@@ -282,9 +282,9 @@ def save_table(table: Mapping[str, Mapping[int, Any]], path: Path = TABLE) -> No
 def _rule_tile(tokens: int, n: int, k: int, dtype: torch.dtype, split_k: int) -> Tile:
     """Return a tile on Hopper for a weight that was not timed, such as a rank's share of columns.
 
-    H200, shares of Qwen3.6-27B and 35B-A3B for two ranks: within 11 % of the best tile at 1 to 64
-    tokens, 12 % at 256 and 2,048. The first candidates took up to 2.6 times as long there, since
-    few outputs need CTAs along K as well (docs/lab/linear.md).
+    Few outputs need several CTAs along K. H200, 2560 x 17408, one token: 23.1 us, where the first
+    candidate takes 43.0. The tiles of this rule are the best of some shares of Qwen3.6-27B and
+    35B-A3B for two ranks; their times in other shares were not compared (docs/lab/linear.md).
     """
     timed = candidates(tokens, n, k, dtype, split_k)
     if dtype == torch.float32 or n <= VERY_NARROW or k < RULE_COLUMNS:
@@ -296,12 +296,14 @@ def _rule_tile(tokens: int, n: int, k: int, dtype: torch.dtype, split_k: int) ->
         return Tile(32, 64, 128, 4, 7 if ctas_k > 1 else 4, ctas_k, swap=True, tma=True)
     if tokens <= 64 and ctas_k > 1:
         return Tile(64, 64, 128, 4, 6, ctas_k, swap=True, tma=True)
+    if tokens <= 64 and n >= 2 * RULE_WIDTH:
+        return Tile(64, 96, 64, 4, 5, tma=True)
     if tokens <= 64:
-        wide = n >= 2 * RULE_WIDTH
-        return Tile(64, 96, 64, 4, 5, tma=True) if wide else Tile(64, 64, 256, 4, 3, 1, True, True)
+        return Tile(64, 64, 256, 4, 3, swap=True, tma=True)
+    if tokens <= 256 and n < RULE_WIDTH and ctas_k > 1:
+        return Tile(128, 64, 64, 4, 4, ctas_k, tma=True)
     if tokens <= 256 and n < RULE_WIDTH:
-        m, width = (128, 64) if ctas_k > 1 else (64, 128)
-        return Tile(m, width, 64, 4, 4, ctas_k, tma=True)
+        return Tile(64, 128, 64, 4, 4, tma=True)
     if tokens <= 256 or n <= NARROW:
         return timed[0]
     if n < RULE_WIDTH * 3 // 5:

@@ -7,7 +7,7 @@ from lockstep.kernels.backends import cpu_trait
 from lockstep.kernels.lora import halving_sum, lora
 
 CHUNK = 1 << 18
-"""Maximum fp32 products that a chunk of tokens holds at once: 1 MiB, half of a core's L2 cache."""
+"""Maximum fp32 products of one chunk of tokens: 1 MiB, half of a core's L2 cache."""
 
 
 @lora.backend("cpu", supports=cpu_trait)
@@ -28,6 +28,7 @@ def lora_cpu(
         if not scale.any():
             continue
         tokens = (adapter_ids == adapter).nonzero().squeeze(1)
+        by_column = scale[parts]
         wide_a = a[adapter].float()
         wide_b = b[adapter].float()
         for chunk in tokens.split(max(CHUNK // largest, 1)):
@@ -37,7 +38,6 @@ def lora_cpu(
             columns = [h.expand(-1, -1, width) for h, width in zip(by_part, widths, strict=True)]
             delta = halving_sum(torch.cat(columns, 2).mul_(wide_b), 1)
             base = y[chunk]
-            by_column = scale[parts]
             changed = (base.float() + by_column * delta).to(y.dtype)
             y[chunk] = torch.where(by_column != 0, changed, base)
     return y

@@ -127,7 +127,7 @@ class Service:
             )
 
     def adapter_of(self, name: str | None) -> str:
-        """Return the adapter that a checked model name stands for; "" for the base model."""
+        """Return the adapter of a model name that was checked; "" for the base model."""
         return name if name is not None and name in self.adapters else ""
 
     async def submit(

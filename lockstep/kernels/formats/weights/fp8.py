@@ -85,17 +85,17 @@ class Fp8Weight(QuantizedWeight):
         scale_rows = (self.first + ids) // self.block_n
         return type(self)(self.words[ids], self.k, self.scales[scale_rows], 1, self.block_k)
 
-    def copy_rows(self, whole: Self, ids: Tensor) -> None:
+    def copy_rows(self, source: Self, ids: Tensor) -> None:
         """Copy the outputs with these ids [N] of a weight whose blocks may have more rows.
 
         Raises ValueError where a block of this weight would need several scales.
         """
-        sources = ids // whole.block_n
+        sources = ids // source.block_n
         blocks = sources[:: self.block_n]
         if not torch.equal(blocks.repeat_interleave(self.block_n)[: len(ids)], sources):
-            raise ValueError(f"the rows cut scale blocks of {whole.block_n} rows")
-        self.words.copy_(whole.words[ids])
-        self.scales.copy_(whole.scales[blocks])
+            raise ValueError(f"the rows cut scale blocks of {source.block_n} rows")
+        self.words.copy_(source.words[ids])
+        self.scales.copy_(source.scales[blocks])
 
     def reorder(self, order: Tensor) -> None:
         """Move output order[i] to i, in place.

@@ -103,7 +103,7 @@ def fit_stages(
     num_stages: int, block_n: int, block_m: int, block_k: int, weight: QuantizedWeight, arch: int,
     mma_sync: bool = False,
 ) -> int:  # fmt: skip
-    """Return `num_stages`, reduced to what the shared memory of an architecture holds.
+    """Return `num_stages`, reduced to what fits into the shared memory of an architecture.
 
     mma_sync: the tile is multiplied by mma.sync also where the architecture has wgmma.
     """

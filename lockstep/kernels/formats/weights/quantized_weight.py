@@ -98,9 +98,9 @@ class QuantizedWeight(ABC):
     def reorder(self, order: Tensor) -> None:
         """Move output order[i] to i, in place. order [N] is a permutation."""
 
-    def copy_rows(self, whole: Self, ids: Tensor) -> None:
+    def copy_rows(self, source: Self, ids: Tensor) -> None:
         """Copy the outputs with these ids [N] of a weight of the same format."""
-        self.copy_(whole.gather(ids))
+        self.copy_(source.gather(ids))
 
     def copy_(self, other: Self) -> None:
         """Copy the tensors of a weight of the same layout. Raises ValueError for another one."""
