@@ -203,7 +203,7 @@ def _rank_bytes(ranks: dict[str, Any]) -> Table:
 def _exchanges(ranks: dict[str, Any]) -> Table:
     """Return a table of the exchanges of a pass, one row per group of layers with equal ones."""
     table = Table("pass", "layers", title="Exchanges", title_justify="left")
-    table.add_column("of each", justify="right")
+    table.add_column("per layer", justify="right")
     table.add_column("bytes per token that a rank receives")
     for group in ranks["exchanges"]:
         received = [f"{size:,}" for size in group["token_bytes"]]

@@ -61,8 +61,8 @@ class AbsorbedHeads(nn.Module):
         sizes = (self.module.outputs, latent)
         self.quantized_parts = [] if layout is None else [build.quantized_weight(*sizes, layout)]
         for part in self.quantized_parts:
-            whole = build.layout(self.module.whole)
-            build.cut_quantized(part, whole, self.module.ranges, self.module.whole_outputs)
+            layout = build.layout(self.module.whole)
+            build.cut_quantized(part, layout, self.module.ranges, self.module.whole_outputs)
         self.query = build.op(head_linear, inputs=plain, outputs=latent)
         self.out = build.op(head_linear, inputs=latent, outputs=value)
 

@@ -169,8 +169,8 @@ class Columns:
             ranges += [(offset + begin, offset + end) for begin, end in part.ranges(rank)]
             offset += part.total
         # A vocabulary of few tiles is not cut.
-        whole = self.parts[0].vocabulary and ranges == [(0, self.total)]
-        return () if whole else tuple(ranges)
+        is_whole = self.parts[0].vocabulary and ranges == [(0, self.total)]
+        return () if is_whole else tuple(ranges)
 
 
 def count_columns(columns: int | Columns, rank: Rank) -> int:

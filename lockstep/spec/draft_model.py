@@ -52,6 +52,7 @@ class DraftModel(nn.Module):
     """Whole model as a DraftModule: only its cache carries over from one draft to the next.
 
     vocab: number of the target's tokens; the draft model knows the first `known` of them.
+    logit_shard: share of the logits of known tokens that this rank returns.
     """
 
     def __init__(
@@ -69,12 +70,7 @@ class DraftModel(nn.Module):
         self.aux_hidden_layers: tuple[int, ...] = ()
         self.known = min(vocab, model.config.vocab_size)
         self.ids = None if self.known == vocab else torch.arange(self.known, device=device)
-
-    @property
-    def logit_shard(self) -> LogitShard:
-        """Share of the logits of known tokens that this rank returns."""
-        shard: LogitShard = self.model.head.logit_shard
-        return shard.first(self.known)
+        self.logit_shard: LogitShard = model.head.logit_shard.first(self.known)
 
     @property
     def head_bytes(self) -> int:

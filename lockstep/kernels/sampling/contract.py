@@ -67,9 +67,11 @@ def sample(
         if words is not None and row_flags == ALLOWED and _are_allowed(tokens[s], words):
             continue
         top[s] = -torch.inf
-        logit_row, logit_ids = local[s], local_ids
+        logit_row = local[s]
+        logit_ids = local_ids
         if row_flags & FILTERS and row_flags & NOISE:  # filters compare tokens of all ranks
-            logit_row, logit_ids = shard.gather(logits[s]), ids
+            logit_row = shard.gather(logits[s])
+            logit_ids = ids
         for part, x, token_ids in _parts(logit_row, words, logit_ids):
             scores = _process(
                 x, part, positions[s], drafts[s], row, history, state, row_flags, token_ids,

@@ -142,15 +142,22 @@ def bound_of(keys, n, highest):
 
 
 @triton.jit
+def compact(numbers, selected, chosen):
+    """Store the selected numbers [LANES] int32 next to each other, in order; return their count."""
+    order = tl.cumsum(selected.to(tl.int32), 0) - 1
+    count = tl.sum(selected.to(tl.int32), 0)
+    tl.store(chosen + order, numbers, mask=selected)
+    tl.debug_barrier()  # the caller reads numbers that other threads wrote
+    return count
+
+
+@triton.jit
 def _gather(
     logit_row, inside, groups, tile, spots,
     VOCAB: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Copy the scores of the selected groups, at most TILE, to the tile in ascending order."""
-    order = tl.cumsum(inside.to(tl.int32), 0) - 1
-    count = tl.sum(inside.to(tl.int32), 0)
-    tl.store(groups + order, tl.arange(0, LANES), mask=inside)
-    tl.debug_barrier()  # groups were written by other threads
+    count = compact(tl.arange(0, LANES), inside, groups)
     slot = tl.arange(0, TILE)
     group = tl.load(groups + slot, mask=slot < count, other=0)
     spot = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -188,16 +195,12 @@ def floor_of(top, min_p):
 
 
 @triton.jit
-def filter_tile(
-    logit_row, peaks, masses, groups, tile, spots,
-    VOCAB: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCK_LANES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+def gather_tile(
+    logit_row, peaks, groups, tile, spots,
+    VOCAB: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Apply min_p, top_k and top_p to the tile of a logit row.
-
-    Returns whether the tile includes all tokens that pass, the threshold key, and the last index
-    that is kept at the threshold.
-    """
+    """Gather the tile of a logit row -> peak, top, floor and bound for filter_candidates."""
     min_p, _, _ = limits_of(logit_row)
     lane = tl.arange(0, LANES)
     peak = tl.load(peaks + lane, mask=lane < GROUPS, other=float("-inf"))
@@ -207,9 +210,7 @@ def filter_tile(
     floor = floor_of(top, min_p)
     bound = tl.maximum(tl.maximum(bound_of(keys, TILE, highest), floor), NOTHING + 1)
     _gather(logit_row, keys >= bound.to(tl.int32), groups, tile, spots, VOCAB, LANES, GROUP, TILE)
-    return filter_candidates(
-        logit_row, tile, peak, masses, top, floor, bound, VOCAB, BLOCKS, BLOCK_LANES, TILE * GROUP
-    )
+    return peak, top, floor, bound
 
 
 @triton.jit
@@ -217,7 +218,10 @@ def filter_candidates(
     logit_row, tile, peak, masses, top, floor, bound,
     VOCAB: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_LANES: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Apply min_p, top_k and top_p to the tile of a logit row: see filter_tile.
+    """Apply min_p, top_k and top_p to the tile of a logit row.
+
+    Returns whether the tile includes all tokens that pass, the threshold key, and the last index
+    that is kept at the threshold.
 
     tile: SIZE scores, those of all groups whose peak's key is `bound` or larger. peak [LANES]: the
     peaks of all groups, or only the largest of each block. top: the largest score. floor: the

@@ -18,7 +18,7 @@ from lockstep.kernels.sampling.device_filter import (
     NOTHING,
     best_of,
     bound_of,
-    filter_candidates,
+    compact,
     floor_of,
     key_of,
     limits_of,
@@ -29,7 +29,14 @@ from lockstep.kernels.sampling.device_score import (
     integer_of,
     scores_of,
 )
-from lockstep.kernels.sampling.kernels import NONE, UNDECIDED, best_of_parts, filters, pick
+from lockstep.kernels.sampling.kernels import (
+    NONE,
+    UNDECIDED,
+    best_candidate,
+    best_of_parts,
+    filters,
+    store_token,
+)
 from lockstep.kernels.sampling.shard import HEADER_WORDS
 
 HEADER = tl.constexpr(HEADER_WORDS)
@@ -45,14 +52,14 @@ the rest."""
 
 @triton.jit
 def _pack_blocks(
-    record, numbers, peak, masses, BLOCKS: tl.constexpr, BLOCK_LANES: tl.constexpr,
+    record, floats, peak, masses, BLOCKS: tl.constexpr, BLOCK_LANES: tl.constexpr,
     GROUPS_AT: tl.constexpr,
 ):  # fmt: skip
     """Store the largest peak and the mass of each block. peak: those of the groups."""
     lane = tl.arange(0, BLOCK_LANES)
     peaks = tl.max(tl.reshape(peak, (BLOCK_LANES, peak.shape[0] // BLOCK_LANES)), 1)
     mass = tl.load(masses + lane, mask=lane < BLOCKS, other=0.0)
-    block = numbers + HEADER + lane
+    block = floats + HEADER + lane
     tl.store(block, peaks, mask=lane < BLOCKS)
     tl.store(block + (GROUPS_AT - HEADER) // 2, mass, mask=lane < BLOCKS)
     tl.store(record + NUM_BLOCKS, BLOCKS)
@@ -60,21 +67,18 @@ def _pack_blocks(
 
 @triton.jit
 def _pack_groups(
-    record, numbers, packed, logits, peaks, inside,
+    record, floats, packed, logits, peaks, inside,
     VOCAB: tl.constexpr, FIRST: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
     TILE: tl.constexpr, GROUPS_AT: tl.constexpr,
 ):  # fmt: skip
     """Store the selected groups, at most TILE, in ascending order: number, peak and logits."""
-    order = tl.cumsum(inside.to(tl.int32), 0) - 1
-    count = tl.sum(inside.to(tl.int32), 0)
     groups = record + GROUPS_AT
-    tl.store(groups + order, FIRST // GROUP + tl.arange(0, LANES), mask=inside)
-    tl.debug_barrier()  # groups were written by other threads
+    count = compact(FIRST // GROUP + tl.arange(0, LANES), inside, groups)
     slot = tl.arange(0, TILE)
     live = slot < count
     group = tl.load(groups + slot, mask=live, other=FIRST // GROUP) - FIRST // GROUP
     peak = tl.load(peaks + group, mask=live, other=float("-inf"))
-    tl.store(numbers + GROUPS_AT + TILE + slot, peak)
+    tl.store(floats + GROUPS_AT + TILE + slot, peak)
     spot = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(logits + spot, mask=live[:, None] & (spot < VOCAB), other=float("-inf"))
     tl.store(packed + slot[:, None] * GROUP + tl.arange(0, GROUP)[None, :], x)
@@ -82,7 +86,7 @@ def _pack_groups(
 
 @triton.jit(do_not_specialize=["queries"])
 def propose_kernel(
-    batch, state, peaks, masses, values, best_indices, records, numbers, packed, needed, queries,
+    batch, state, peaks, masses, values, best_indices, records, floats, packed, needed, queries,
     VOCAB: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr, PART_LANES: tl.constexpr,
     GRAIN: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK_LANES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
@@ -91,7 +95,7 @@ def propose_kernel(
 ):  # fmt: skip
     """Pack the record of one logit row, and store how many halves of its words are needed.
 
-    records [N, WORDS] int32. numbers, packed: the same memory as fp32 and in the logits' dtype, of
+    records [N, WORDS] int32. floats, packed: the same memory as fp32 and in the logits' dtype, of
     which LOGIT_WORDS fill a word.
     """
     at = tl.program_id(0).to(tl.int64)
@@ -99,12 +103,12 @@ def propose_kernel(
     use = integer_of(state, row, FLAGS)
     logits = batch.logits + at * VOCAB
     record = records + at * WORDS
-    numbers += at * WORDS
+    floats += at * WORDS
     top, chosen = best_of_parts(
         logits, values + at * PARTS, best_indices + at * PARTS, use,
         VOCAB, PARTS, PART_LANES, GRAIN,
     )  # fmt: skip
-    tl.store(numbers + BEST, top)
+    tl.store(floats + BEST, top)
     tl.store(record + BEST_INDEX, chosen + FIRST)
     halves = tl.full((), 2 * HEADER, tl.int32)
     if filters(use):
@@ -115,9 +119,9 @@ def propose_kernel(
         bound = tl.maximum(bound, NOTHING + 1).to(tl.int32)
         tl.store(record + BOUND, bound)
         tl.store(record + FIRST_BLOCK, FIRST // BLOCK)
-        _pack_blocks(record, numbers, peak, masses + at * BLOCKS, BLOCKS, BLOCK_LANES, GROUPS_AT)
+        _pack_blocks(record, floats, peak, masses + at * BLOCKS, BLOCKS, BLOCK_LANES, GROUPS_AT)
         _pack_groups(
-            record, numbers, packed + (at * WORDS + LOGITS_AT) * LOGIT_WORDS, logits,
+            record, floats, packed + (at * WORDS + LOGITS_AT) * LOGIT_WORDS, logits,
             peaks + at * GROUPS, keys >= bound, VOCAB, FIRST, LANES, GROUP, TILE, GROUPS_AT,
         )  # fmt: skip
         halves = tl.full((), 2 * WORDS, tl.int32)
@@ -126,7 +130,7 @@ def propose_kernel(
 
 @triton.jit
 def _unpack_blocks(
-    record, numbers, peaks, masses, RANKS: tl.constexpr, WORDS: tl.constexpr,
+    record, floats, peaks, masses, RANKS: tl.constexpr, WORDS: tl.constexpr,
     GROUPS_AT: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, BLOCK_LANES: tl.constexpr,
     GROUPS_PER_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -141,7 +145,7 @@ def _unpack_blocks(
     for rank in range(RANKS):
         first = tl.load(record + rank * WORDS + FIRST_BLOCK)
         mine = index < tl.load(record + rank * WORDS + NUM_BLOCKS)
-        block = numbers + rank * WORDS + HEADER + index
+        block = floats + rank * WORDS + HEADER + index
         peak = tl.load(block, mask=mine, other=0.0)
         mass = tl.load(block + (GROUPS_AT - HEADER) // 2, mask=mine, other=0.0)
         tl.store(peaks + (first + index) * GROUPS_PER_BLOCK, peak, mask=mine)
@@ -159,10 +163,7 @@ def _unpack_groups(
 
     inside [SLOTS]: which of the ranks' proposed groups are selected.
     """
-    order = tl.cumsum(inside.to(tl.int32), 0) - 1
-    count = tl.sum(inside.to(tl.int32), 0)
-    tl.store(chosen + order, tl.arange(0, SLOTS), mask=inside)
-    tl.debug_barrier()  # the chosen slots were written by other threads
+    count = compact(tl.arange(0, SLOTS), inside, chosen)
     slot = tl.arange(0, TILE)
     proposed = tl.load(chosen + slot, mask=slot < count, other=0)
     rank = proposed // TILE
@@ -180,16 +181,16 @@ def _unpack_groups(
 
 @triton.jit
 def _best_proposed(
-    logit_row, record, numbers, packed, peaks, masses, chosen, tile, spots, top,
+    logit_row, record, floats, packed, peaks, masses, chosen, tile, spots, top,
     VOCAB: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, WORDS: tl.constexpr,
     GROUPS_AT: tl.constexpr, LOGITS_AT: tl.constexpr, LOGIT_WORDS: tl.constexpr,
     GROUPS: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_LANES: tl.constexpr,
     GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Return the index of the best token that passes the filters; UNDECIDED if not in the tile."""
+    """Make the row's tile of the records and return its best token: see best_candidate."""
     slot = tl.arange(0, SLOTS)
     rank = slot // TILE
-    proposed = numbers + rank * WORDS + GROUPS_AT + TILE + slot % TILE
+    proposed = floats + rank * WORDS + GROUPS_AT + TILE + slot % TILE
     keys = key_of(tl.load(proposed, mask=rank < RANKS, other=float("-inf")))
     # Below a rank's bound are groups that it did not propose.
     bound = tl.load(record + BOUND)
@@ -204,23 +205,20 @@ def _best_proposed(
         VOCAB, SLOTS, WORDS, GROUPS_AT, LOGITS_AT, LOGIT_WORDS, GROUP, TILE,
     )  # fmt: skip
     _unpack_blocks(
-        record, numbers, peaks, masses,
+        record, floats, peaks, masses,
         RANKS, WORDS, GROUPS_AT, GROUPS, LANES, BLOCK_LANES, LANES // BLOCK_LANES,
     )  # fmt: skip
     lane = tl.arange(0, LANES)
     peak = tl.load(peaks + lane, mask=lane < GROUPS, other=float("-inf"))
-    complete, threshold, last = filter_candidates(
-        logit_row, tile, peak, masses, top, floor, bound, VOCAB, BLOCKS, BLOCK_LANES, TILE * GROUP
-    )
-    best = tl.full((), UNDECIDED, tl.int32)
-    if complete:
-        best = pick(tile, spots, logit_row, threshold, last, TILE * GROUP, TILE * GROUP)
-    return best
+    return best_candidate(
+        logit_row, tile, spots, masses, peak, top, floor, bound,
+        VOCAB, BLOCKS, BLOCK_LANES, TILE * GROUP,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["queries", "length", "tokens"])
 def choose_proposed_kernel(
-    batch, state, records, numbers, packed, peaks, masses, slots, tile, spots, out, needed,
+    batch, state, records, floats, packed, peaks, masses, slots, tile, spots, out, needed,
     queries, length, tokens,
     VOCAB: tl.constexpr, MAX_WIDTH: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr,
     L: tl.constexpr, WORD_LANES: tl.constexpr, RANKS: tl.constexpr, RANK_LANES: tl.constexpr,
@@ -236,9 +234,9 @@ def choose_proposed_kernel(
     row = tl.load(batch.row_ids + at // queries)
     use = integer_of(state, row, FLAGS)
     record = records + at * RANKS * WORDS
-    numbers += at * RANKS * WORDS
+    floats += at * RANKS * WORDS
     lanes = tl.arange(0, RANK_LANES)
-    value = tl.load(numbers + lanes * WORDS + BEST, mask=lanes < RANKS, other=float("-inf"))
+    value = tl.load(floats + lanes * WORDS + BEST, mask=lanes < RANKS, other=float("-inf"))
     index = tl.load(record + lanes * WORDS + BEST_INDEX, mask=lanes < RANKS, other=HIGHEST)
     top, chosen = best_of(value, index)
     sound = (top > float("-inf")) & (top < float("inf"))
@@ -249,13 +247,11 @@ def choose_proposed_kernel(
                 batch, state, at, row, use, queries, length, tokens, VOCAB, STOPS, W, L, WORD_LANES,
                 0,
             ),
-            record, numbers, packed + at * RANKS * WORDS * LOGIT_WORDS,
+            record, floats, packed + at * RANKS * WORDS * LOGIT_WORDS,
             peaks + at * GROUPS, masses + at * BLOCKS, slots + at * TILE, tile + at * SIZE,
             spots + at * SIZE, top, VOCAB, RANKS, RANK_LANES * TILE, WORDS, GROUPS_AT, LOGITS_AT,
             LOGIT_WORDS, GROUPS, LANES, BLOCKS, BLOCK_LANES, GROUP, TILE,
         )  # fmt: skip
     chosen = tl.where(sound, chosen, NONE)
     tl.store(needed + at, tl.where(chosen == UNDECIDED, MAX_WIDTH, 0))
-    if batch.kept is not None:
-        chosen = tl.where(chosen < 0, chosen, tl.load(batch.kept + tl.maximum(chosen, 0)))
-    tl.store(out + at, chosen.to(tl.int64))
+    store_token(batch, out, at, chosen)

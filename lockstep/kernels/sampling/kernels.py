@@ -18,8 +18,9 @@ from lockstep.kernels.sampling.device_filter import (
     HIGHEST,
     best_of,
     better_of,
+    filter_candidates,
     filter_logit_row,
-    filter_tile,
+    gather_tile,
     key_of,
 )
 from lockstep.kernels.sampling.device_score import (
@@ -160,20 +161,42 @@ def best_of_parts(
 
 
 @triton.jit
+def best_candidate(
+    logit_row, tile, spots, masses, peak, top, floor, bound,
+    VOCAB: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_LANES: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Return the index of the best token that passes the filters; UNDECIDED if not in the tile."""
+    complete, threshold, last = filter_candidates(
+        logit_row, tile, peak, masses, top, floor, bound, VOCAB, BLOCKS, BLOCK_LANES, SIZE
+    )
+    chosen = tl.full((), UNDECIDED, tl.int32)
+    if complete:
+        chosen = pick(tile, spots, logit_row, threshold, last, SIZE, SIZE)
+    return chosen
+
+
+@triton.jit
+def store_token(batch, out, at, chosen):
+    """Store the token of the index `chosen`. A negative result is stored as it is."""
+    if batch.kept is not None:
+        chosen = tl.where(chosen < 0, chosen, tl.load(batch.kept + tl.maximum(chosen, 0)))
+    tl.store(out + at, chosen.to(tl.int64))
+
+
+@triton.jit
 def _best_filtered(
     logit_row, peaks, masses, groups, tile, spots,
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK_LANES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Return the index of the best token that passes the filters; UNDECIDED if not in the tile."""
-    complete, threshold, last = filter_tile(
-        logit_row, peaks, masses, groups, tile, spots,
-        VOCAB, GROUPS, LANES, BLOCKS, BLOCK_LANES, GROUP, TILE,
+    """Gather the tile and return its best token: see best_candidate."""
+    peak, top, floor, bound = gather_tile(
+        logit_row, peaks, groups, tile, spots, VOCAB, GROUPS, LANES, GROUP, TILE
+    )
+    return best_candidate(
+        logit_row, tile, spots, masses, peak, top, floor, bound,
+        VOCAB, BLOCKS, BLOCK_LANES, TILE * GROUP,
     )  # fmt: skip
-    chosen = tl.full((), UNDECIDED, tl.int32)
-    if complete:
-        chosen = pick(tile, spots, logit_row, threshold, last, TILE * GROUP, TILE * GROUP)
-    return chosen
 
 
 @triton.jit(do_not_specialize=["queries", "length", "tokens"])
@@ -209,10 +232,7 @@ def choose_kernel(
             peaks + at * GROUPS, masses + at * BLOCKS, groups + at * TILE, tile + at * SIZE,
             spots + at * SIZE, VOCAB, GROUPS, LANES, BLOCKS, BLOCK_LANES, GROUP, TILE,
         )  # fmt: skip
-    chosen = tl.where(sound, chosen, NONE)
-    if batch.kept is not None:
-        chosen = tl.where(chosen < 0, chosen, tl.load(batch.kept + tl.maximum(chosen, 0)))
-    tl.store(out + at, chosen.to(tl.int64))
+    store_token(batch, out, at, tl.where(sound, chosen, NONE))
 
 
 @triton.jit

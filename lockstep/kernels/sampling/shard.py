@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -23,9 +24,9 @@ BLOCK_ALIGNMENT = 4
 class RecordLayout:
     """Layout, in 32-bit words, of what a rank sends of one logit row.
 
-    A header, the largest peak and then the mass of each block, the numbers of the groups and then
-    their peaks, from the word `groups` on, and the logits of the groups, from the word `logits` on.
-    size: words of the record.
+    A record consists of a header, the largest peak of each block, the mass of each block, the
+    numbers of the groups, their peaks, and their logits. groups: first word of the groups' numbers.
+    logits: first word of the logits. size: words of the record.
     """
 
     groups: int
@@ -88,7 +89,7 @@ class LogitShard:
 
     def first(self, count: int) -> "LogitShard":
         """Return the shard of rows that end after their first `count` logits."""
-        begins = [sum(self.widths[:index]) for index in range(self.ranks)]
+        begins = accumulate(self.widths[:-1], initial=0)
         pairs = zip(begins, self.widths, strict=True)
         widths = tuple(min(max(count - begin, 0), width) for begin, width in pairs)
         return replace(self, widths=widths)
@@ -106,11 +107,11 @@ class LogitShard:
 
         needed [T] int32: number of leading halves of words that are read.
         """
-        # Values of 16 bits cross fastest. Nothing computes with them.
+        # As values of 16 bits, which `push` sends in packets. Nothing computes with them.
         halves = records.view(torch.bfloat16)
-        size = halves.shape[1]
-        whole = self.exchange(halves, (size,) * self.ranks, needed=needed)
-        return whole.view(torch.int32).view(len(records), self.ranks, -1)
+        widths = (halves.shape[1],) * self.ranks
+        gathered = self.exchange(halves, widths, needed=needed)
+        return gathered.view(torch.int32).view(len(records), self.ranks, -1)
 
     def record_bytes(self, itemsize: int) -> int:
         """Return the bytes that a rank sends of a row that filters, with logits of itemsize."""

@@ -9,14 +9,8 @@ from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.sampling import VOCABULARY_TILE, LogitShard, SamplingState, sample
-from lockstep.kernels.sampling.device_score import (
-    Batch,
-    Parameters,
-)
-from lockstep.kernels.sampling.exchange_kernels import (
-    choose_proposed_kernel,
-    propose_kernel,
-)
+from lockstep.kernels.sampling.device_score import Batch, Parameters
+from lockstep.kernels.sampling.exchange_kernels import choose_proposed_kernel, propose_kernel
 from lockstep.kernels.sampling.kernels import choose_kernel, score_kernel, whole_kernel
 from lockstep.kernels.sampling.shard import GROUP, TILE, RecordLayout
 
@@ -79,7 +73,10 @@ def sample_triton(
 
 
 class _Launch:
-    """Launches of one call. out [S, Q]: the sampled tokens."""
+    """Launches of one call. out [S, Q]: the sampled tokens.
+
+    lengths: queries of a row, tokens of a row's history, tokens of the vocabulary.
+    """
 
     def __init__(self, batch: Batch, state: SamplingState, shard: LogitShard, out: Tensor) -> None:
         self.batch = batch
@@ -90,12 +87,11 @@ class _Launch:
         self.out = out
         self.logit_rows = out.numel()
         words, longest = state.bad_words.shape[1:]
-        self.numbers = (out.shape[1], batch.history.shape[1], state.bias.shape[1])
+        self.lengths = (out.shape[1], batch.history.shape[1], state.bias.shape[1])
         self.common = dict(STOPS=state.stop_ids.shape[1], W=words, L=longest)
         self.common |= dict(WORD_LANES=_power(longest), enable_fp_fusion=False)
-        span = SPAN if self.logit_rows >= MANY else BLOCK
-        self.parts = max(triton.cdiv(shard.width, span), 1)
-        self.span = span
+        self.span = SPAN if self.logit_rows >= MANY else BLOCK
+        self.parts = max(triton.cdiv(shard.width, self.span), 1)
 
     def floats(self, *sizes: int) -> Tensor:
         """Return an unfilled tensor [logit rows, ...] of fp32."""
@@ -108,12 +104,13 @@ class _Launch:
     def score(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Launch score_kernel -> peaks, masses, best scores and their indices, of this rank."""
         sizes = _sizes(self.shard.width)
-        peaks, masses = self.floats(sizes["GROUPS"]), self.floats(sizes["BLOCKS"])
+        peaks = self.floats(sizes["GROUPS"])
+        masses = self.floats(sizes["BLOCKS"])
         partials = (peaks, masses, self.floats(self.parts), self.ints(self.parts))
         alignment = gcd(self.shard.total, MAX_ALIGNMENT)
         pitch = self.shard.width // alignment if self.shard.ranks > 1 else None
         score_kernel[(self.logit_rows, self.parts)](
-            self.batch, self.parameters, *partials, *self.numbers, pitch, VOCAB=self.shard.width,
+            self.batch, self.parameters, *partials, *self.lengths, pitch, VOCAB=self.shard.width,
             FIRST=self.shard.begin, SPAN=self.span, GRAIN=GRAIN, BLOCK=BLOCK, ALIGNMENT=alignment,
             num_warps=8, **sizes, **self.common,
         )  # fmt: skip
@@ -123,7 +120,7 @@ class _Launch:
         """Launch choose_kernel, which leaves some logit rows UNDECIDED."""
         tile = (self.ints(TILE), self.floats(TILE * GROUP), self.ints(TILE * GROUP))
         choose_kernel[(self.logit_rows,)](
-            self.batch, self.parameters, *partials, *tile, self.out, *self.numbers,
+            self.batch, self.parameters, *partials, *tile, self.out, *self.lengths,
             VOCAB=self.shard.total, PARTS=self.parts, PART_LANES=_power(self.parts), GRAIN=GRAIN,
             TILE=TILE, num_warps=16, **_sizes(self.shard.total), **_lanes(self.shard.total),
             **self.common,
@@ -139,7 +136,8 @@ class _Launch:
     def propose(self, partials: tuple[Tensor, ...]) -> Tensor:
         """Launch propose_kernel and exchange the records -> [N, ranks, words] int32."""
         layout = self._record()
-        begin, width = self.shard.begin, self.shard.width
+        begin = self.shard.begin
+        width = self.shard.width
         if begin % BLOCK and width:
             raise ValueError(
                 f"logits from {begin} on are no shard; allowed: multiples of {BLOCK}, the logits "
@@ -149,7 +147,7 @@ class _Launch:
         needed = self.ints()
         views = (records.view(torch.float32), records.view(self.batch.logits.dtype))
         propose_kernel[(self.logit_rows,)](
-            self.batch, self.parameters, *partials, records, *views, needed, self.numbers[0],
+            self.batch, self.parameters, *partials, records, *views, needed, self.lengths[0],
             VOCAB=width, FIRST=begin, PARTS=self.parts, PART_LANES=_power(self.parts), GRAIN=GRAIN,
             BLOCK=BLOCK, TILE=TILE, num_warps=16, enable_fp_fusion=False, **_sizes(width),
             **_lanes(width), **layout,
@@ -158,7 +156,8 @@ class _Launch:
 
     def choose_proposed(self, records: Tensor) -> Tensor:
         """Launch choose_proposed_kernel -> whether each logit row is needed whole, [N] int32."""
-        total, ranks = self.shard.total, self.shard.ranks
+        total = self.shard.total
+        ranks = self.shard.ranks
         sizes = _sizes(total)
         needed = self.ints()
         views = (records.view(torch.float32), records.view(self.batch.logits.dtype))
@@ -166,7 +165,7 @@ class _Launch:
         tile = (self.floats(TILE * GROUP), self.ints(TILE * GROUP))
         choose_proposed_kernel[(self.logit_rows,)](
             self.batch, self.parameters, records, *views, *scratch, *tile, self.out, needed,
-            *self.numbers, VOCAB=total, MAX_WIDTH=self.shard.max_width, RANKS=ranks,
+            *self.lengths, VOCAB=total, MAX_WIDTH=self.shard.max_width, RANKS=ranks,
             RANK_LANES=_power(ranks), TILE=TILE, num_warps=16, **sizes, **_lanes(total),
             **self._record(), **self.common,
         )  # fmt: skip
@@ -179,7 +178,7 @@ class _Launch:
         scores = self.out.new_empty(num_ctas, vocab, dtype=torch.float32)
         whole_kernel[(num_ctas,)](
             self.batch._replace(logits=logits), self.parameters, scores, self.out,
-            self.logit_rows, *self.numbers, VOCAB=vocab,
+            self.logit_rows, *self.lengths, VOCAB=vocab,
             BLOCK=max(2, min(LOGIT_ROW_BLOCK, _power(vocab))), num_warps=16, **self.common,
         )  # fmt: skip
 
