@@ -185,7 +185,7 @@ class CheckEngine:
 
 def count_observers(worker: Worker, change: int) -> None:
     """Change a rank's number of observers, for which all ranks gather whole logits."""
-    worker.num_observers += change
+    worker.num_logit_observers += change
 
 
 def build(model: str | None, settings: dict[str, Any], hooks: CheckHooks = NO_HOOKS) -> CheckEngine:

@@ -20,7 +20,7 @@ from lockstep import __version__
 from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.worker.plain_data import check_memo, decode_plain
-from lockstep.worker.rank_process import Failed, Report
+from lockstep.worker.rank_process import Failed, Joined, Report
 
 MESSAGE = b"M"
 """Kind of a frame to a node: a pickled message for its ranks."""
@@ -194,6 +194,7 @@ class RemoteNode:
             report = decode_plain(data[RANK.size :])
             if rank not in self.ranks or not isinstance(report, Report):
                 raise ValueError(f"rank {rank}: {type(report).__name__}")
+            check_texts(report)
             return [(rank, report)]
         except (OSError, EOFError) as error:
             reason = str(error) or "the connection was closed"
@@ -227,6 +228,19 @@ class RemoteNode:
     def close(self) -> None:
         """See RankHost."""
         self.link.close()
+
+
+def check_texts(report: Report) -> None:
+    """Raise ValueError where an object replaces a text of a report: it may be printed at any
+    length, as a list of lists that are one list.
+    """
+    texts: list[object] = []
+    if isinstance(report, Joined):
+        texts += [*report.identity, *report.identity.values()]
+    elif isinstance(report, Failed):
+        texts += [report.error, report.details]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{type(report).__name__} with something else than text")
 
 
 def encode_report(rank: int, report: Report) -> bytes:

@@ -85,10 +85,10 @@ class Worker:
     """Row table, program and cache tensors of one device.
 
     specs: row -> request data of its latest admission. saved: request id -> preempted row in host
-    memory. observers: called around every step of a schedule. num_observers: number of those on
-    the first rank that read logits, known on every rank: all ranks gather whole logits for them.
-    run_step: runs a step; uncaptured: the same without graphs. group: of the tensor-parallel ranks.
-    shard: share of the logits that this rank computes.
+    memory. observers: called around every step of a schedule. num_logit_observers: number of the
+    first rank's observers that read logits, equal on every rank: all ranks gather whole logits for
+    them. run_step: runs a step; uncaptured: the same without graphs. group: of the tensor-parallel
+    ranks. shard: share of the logits that this rank computes.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Worker:
         self.specs: dict[int, RowSpec] = {}
         self.saved: dict[str, SavedRow] = {}
         self.observers: list[StepObserver] = []
-        self.num_observers = 0
+        self.num_logit_observers = 0
         self.shard: LogitShard = model.head.logit_shard  # type: ignore[assignment, union-attr]
         self.grammar_masks = GrammarMasks(self.table, plan.query_len)
         self.uncaptured = RunStep(program.forward, program.decide)
@@ -276,7 +276,7 @@ class Worker:
             observer.before_step(specs, shape)
         outcome = self.run_step(shape, between)
         observed = outcome
-        if self.num_observers:
+        if self.num_logit_observers:
             step, hidden, logits, verdict = outcome
             observed = (step, hidden, self.shard.gather(logits), verdict)
         for observer in self.observers:

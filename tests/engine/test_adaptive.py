@@ -101,7 +101,7 @@ def test_step_clears_drafts_beyond_its_count() -> None:
             seen.append((shape.next_drafts, (drafts >= 0).sum(1).tolist()))
 
     runner.observers.append(Watch())
-    runner.num_observers = 1
+    runner.num_logit_observers = 1
     llm.generate(PROMPTS, GREEDY)
     assert {count for count, _ in seen} == set(llm.engine.plan.draft_lengths)
     assert all(result == [count] * len(result) for count, result in seen)

@@ -40,7 +40,7 @@ from lockstep.worker.executor import executor_of
 from lockstep.worker.node import run_node
 from lockstep.worker.node_link import Hello, Link, NodeListener, RemoteNode, join_head
 from lockstep.worker.plain_data import decode_plain
-from lockstep.worker.rank_process import Call, Execute, Failed, Ready
+from lockstep.worker.rank_process import Call, Execute, Failed, Joined, Ready
 from lockstep.worker.rank_times import end_step_times, start_step_times
 from lockstep.worker.worker import Worker
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, make_engine
@@ -326,10 +326,16 @@ def joined_node() -> Iterator[tuple[RemoteNode, Link]]:
         b"R\x09\x00\x00\x00" + pickle.dumps(Ready()),
         b"R\x01\x00\x00\x00" + pickle.dumps("no report"),
         b"R\x01\x00\x00\x00" + pickle.dumps(os.system),
+        b"R\x01\x00\x00\x00" + pickle.dumps(Joined({"release": []})),  # type: ignore[dict-item]
+        b"R\x01\x00\x00\x00" + pickle.dumps(Joined([])),  # type: ignore[arg-type]
+        b"R\x01\x00\x00\x00" + pickle.dumps(Failed([], "")),  # type: ignore[arg-type]
         b"R\x01\x00\x00\x00" + b"Nr\xff\xff\xff\xff.",  # a memo of 64 GB
         b"R" + b"x" * node_link.MAX_REPORT_BYTES,
     ],
-    ids=["empty", "no report", "no pickle", "other rank", "text", "function", "memo", "too long"],
+    ids=[
+        *("empty", "no report", "no pickle", "other rank", "text", "function"),
+        *("identity of lists", "no identity", "error of lists", "memo", "too long"),
+    ],
 )
 def test_a_report_that_cannot_be_read_fails_the_node(frame: bytes) -> None:
     with joined_node() as (joined, link), in_thread(lambda: link.connection.send_bytes(frame)):
