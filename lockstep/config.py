@@ -35,6 +35,9 @@ MAX_RANKS = 64
 WINDOWS_PAST_END = 3
 """Windows of K + 1 tokens that a row may reach past max_model_len: one for each of two steps in
 flight while the host does not know that the row has ended, and one for the drafts after them."""
+FORCED_WINDOWS = (16, 64)
+"""Windows of forced tokens to which a row's window is padded, ascending: tokens of a row per
+step."""
 
 MAX_ADAPTERS = 64
 """Maximum LoRA adapters of an engine: each takes memory next to every layer that it changes."""
@@ -353,9 +356,18 @@ class StepLimits:
     def history_len(self) -> int:
         """Return the tokens that a row of the table can hold.
 
-        They include the windows past the row's end, and the token that follows the last window.
+        They include the windows past the row's end, of forced tokens as well, and the token that
+        follows the last window.
         """
-        return self.max_model_len + WINDOWS_PAST_END * self.query_len + 1
+        past_end = max(WINDOWS_PAST_END * self.query_len, FORCED_WINDOWS[-1] + self.query_len)
+        return self.max_model_len + past_end + 1
+
+    @property
+    def max_decided(self) -> int:
+        """Return the maximum logit rows of a step: of the largest decode step, or of a window of
+        forced tokens.
+        """
+        return max(self.max_num_seqs * self.query_len, FORCED_WINDOWS[-1])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,9 @@ class StepShape:
 
     rows: S, null rows included. tokens: T over all rows. query_len: maximum tokens of a row.
     prompt: a ragged step of prompt chunks; other steps are uniform: tokens == rows * query_len.
-    next_drafts: drafts per row that the step proposes for the next one.
+    next_drafts: drafts per row that the step proposes for the next one. forced: a uniform step of
+    forced tokens, whose query_len may exceed that of decode steps; StepContext.committed says how
+    many tokens of a row it computes, the others are padding.
     """
 
     rows: int
@@ -41,6 +43,12 @@ class StepShape:
     query_len: int
     prompt: bool = False
     next_drafts: int = 0
+    forced: bool = False
+
+    @property
+    def is_decode(self) -> bool:
+        """Return whether the step continues answers by generated tokens."""
+        return not (self.prompt or self.forced)
 
     @classmethod
     def uniform(cls, rows: int, query_len: int) -> "StepShape":
@@ -65,7 +73,9 @@ class StepContext:
     which a prompt chunk reads its initial state (a snapshot, or the row's state); snapshot_slots
     [S] slot to which a prompt chunk writes the state of its last grid point (0: none); folded [S]
     number of the row's first tokens that its state already contains; flush: a decode step writes
-    the state of a row that lacks this many tokens or more.
+    the state of a row that lacks this many tokens or more. committed [S] number of a row's leading
+    tokens that stay, whatever the target emits: all of a prompt chunk, else its last token and the
+    forced tokens after it; None: one.
 
     drafts [S, Q - 1]: draft tokens among token_ids, -1 for none (uniform steps). logit_rows: index
     into T of the N tokens whose logits are computed: a slice of all, or [S] (int64), each row's
@@ -94,6 +104,7 @@ class StepContext:
     drafts: Tensor
     logit_rows: Tensor | slice
     sample_at: Tensor
+    committed: Tensor | None = None
     adapter_ids: Tensor | None = None
     input_embeds: Tensor | None = None
     embed_index: Tensor | None = None
@@ -120,10 +131,12 @@ class StepContext:
 class Verdict:
     """Decision of the target model about one step.
 
-    tokens [S, Q] (int64): the token that the target emits after each position, -1 for none (see
-    kernels.sampling). accepted [S] (int32): number of leading drafts that equal these tokens; a row
-    emits tokens[s, : accepted[s] + 1]. results [S, Q + 2] (int64): tokens, accepted and the number
-    of drafts that the row had, in one tensor for a single copy to the host.
+    tokens [S, Q] (int64): the token that a row emits after each position: a forced one, or the
+    target's, -1 for none (see kernels.sampling). accepted [S] (int32): number of leading drafts
+    that equal these tokens; a row emits tokens[s, : accepted[s] + 1]. results [S, Q + 4] (int64):
+    tokens, accepted, the number of drafts that the row had, and its first forced token that the
+    target would not have emitted (see kernels.step_metadata.advance_rows), in one tensor for a
+    single copy to the host.
     """
 
     tokens: Tensor

@@ -189,18 +189,18 @@ def no_garbage_collection() -> Iterator[None]:
 def capture_program(run_step: RunStep, pool: Any) -> RunStep:
     """Return run_step with a graph of forward and one of decide per uniform step shape.
 
-    Prompt steps run eagerly.
+    Steps of prompts and of forced tokens run eagerly.
     """
 
-    def is_uniform(key: Any) -> bool:
-        return not key[0].prompt
+    def is_decode(key: Any) -> bool:
+        return key[0].is_decode
 
-    def is_uniform_context(key: Any) -> bool:
-        return not key[0].step.shape.prompt
+    def is_decode_context(key: Any) -> bool:
+        return key[0].step.shape.is_decode
 
     return RunStep(
-        CapturedFunction(run_step.forward, pool, is_uniform, "forward"),
-        CapturedFunction(run_step.decide, pool, is_uniform_context, "decide"),
+        CapturedFunction(run_step.forward, pool, is_decode, "forward"),
+        CapturedFunction(run_step.decide, pool, is_decode_context, "decide"),
     )
 
 
