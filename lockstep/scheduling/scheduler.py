@@ -195,6 +195,12 @@ class Scheduler:
                 f"(max_model_len={self.max_model_len}). Change the prompt or raise max_model_len.",
                 "prompt",
             )
+        if length >= capacity:
+            raise CapacityError(
+                f"prompt is too long: {length} tokens > {capacity - 1} maximum, since the cache "
+                f"has {self.cache.paged.pool.total} pages of {self.cache.config.page_size} tokens. "
+                "Shorten the prompt or give the cache more pages."
+            )
         if request.forced_end > min(self.max_model_len, capacity):
             left = min(self.max_model_len, capacity) - length
             raise RequestError(
@@ -202,12 +208,6 @@ class Scheduler:
                 f"{left}, what max_model_len and the cache leave after {length} prompt tokens. "
                 "Force fewer tokens or raise max_model_len.",
                 "forced_token_ids",
-            )
-        if length >= capacity:
-            raise CapacityError(
-                f"prompt is too long: {length} tokens > {capacity - 1} maximum, since the cache "
-                f"has {self.cache.paged.pool.total} pages of {self.cache.config.page_size} tokens. "
-                "Shorten the prompt or give the cache more pages."
             )
 
     def add(self, request: Request) -> None:
