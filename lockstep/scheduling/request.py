@@ -194,6 +194,6 @@ def check_forced(request: Request) -> None:
     if forced and request.grammar is not None and request.params.forced_mismatch == "report":
         raise RequestError(
             'forced_mismatch="report" is not allowed with a grammar, which has no state after a '
-            'token that it forbids. Leave it out, or send no structured output.',
+            "token that it forbids. Leave it out, or send no structured output.",
             "forced_mismatch",
         )

@@ -123,7 +123,10 @@ def test_preempted_rows_keep_their_forced_tokens() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"forced_token_ids": [1] * 17}, "forced_token_ids has 17 tokens; allowed: at most max_tok"),
+        (
+            {"forced_token_ids": [1] * 17},
+            "forced_token_ids has 17 tokens; allowed: at most max_tok",
+        ),
         ({"forced_token_ids": [10**7]}, "forced_token_ids has token id 10000000; allowed: 0 to"),
         ({"forced_token_ids": "abc"}, "forced_token_ids='abc' is not allowed; allowed: a list of"),
         ({"forced_token_ids": [1], "forced_mismatch": "skip"}, "forced_mismatch='skip' is not"),

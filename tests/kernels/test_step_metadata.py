@@ -133,5 +133,13 @@ def test_prepared_row_is_batch_independent(backend, prompt):
         for name in ("token_ids", "positions", "slot_mapping"):
             mine = getattr(full, name)[bounds[s] : bounds[s + 1]]
             assert torch.equal(mine, getattr(alone, name)), name
-        for name in ("starts", "committed", "seq_lens", "page_table", "drafts", "sample_at", "state_src"):
+        for name in (
+            "starts",
+            "committed",
+            "seq_lens",
+            "page_table",
+            "drafts",
+            "sample_at",
+            "state_src",
+        ):
             assert torch.equal(getattr(full, name)[s], getattr(alone, name)[0]), name

@@ -185,6 +185,8 @@ def run_scenarios(
         if report.coverage is not None:
             for request in scenario.requests:
                 report.coverage.record_params(request.sampling())
+                if request.forced:
+                    report.coverage.parameters.add("forced_token_ids")
         seconds = round(time.monotonic() - scenario_started, 2)
         failed = int(result.difference is not None)
         report.add(Tally(setup_of(scenario), result.answers, failed, seconds, f"scenario {index}"))
