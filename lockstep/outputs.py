@@ -1,7 +1,7 @@
 """Outputs of a request, shaped like vLLM's."""
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 TokenSource = Literal["draft", "bonus", "plain", "forced"]
 """Source of a token: an accepted draft; the target's bonus token after verified drafts; the only
@@ -9,7 +9,8 @@ token of a step without drafts; or the request's forced_token_ids.
 """
 
 
-class ForcedMismatch(NamedTuple):
+@dataclass(frozen=True)
+class ForcedMismatch:
     """Forced token that the model would not have chosen.
 
     index: its index in the answer. chosen: the model's token there, -1 for none.

@@ -129,7 +129,7 @@ class Request:
         if mismatch.index != len(self.output_token_ids):
             return False
         self.finish_reason = "error"
-        self.error = FORCED_TOKEN_DIFFERS.format(**mismatch._asdict())
+        self.error = FORCED_TOKEN_DIFFERS.format(**vars(mismatch))
         return True
 
     def _set_finish_reason(self, token: int) -> None:
@@ -187,8 +187,9 @@ def check_forced(request: Request) -> None:
     for index, token in enumerate(forced[:-1]):
         if request.ends_at(index, token):
             raise RequestError(
-                f"forced_token_ids[{index}] is {token}, a stop token that ends the answer; allowed: "
-                "stop tokens at the end only. Remove the tokens after it, or send ignore_eos.",
+                f"forced_token_ids[{index}] is {token}, a stop token that ends the answer; "
+                "allowed: stop tokens at the end only. Remove the tokens after it, or send "
+                "ignore_eos.",
                 "forced_token_ids",
             )
     if forced and request.grammar is not None and request.params.forced_mismatch == "report":

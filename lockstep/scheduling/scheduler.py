@@ -18,7 +18,7 @@ from lockstep.cache.cache import Cache
 from lockstep.cache.groups import CacheSeq, salt_of
 from lockstep.config import FORCED_WINDOWS
 from lockstep.errors import CapacityError, ConfigError, RequestError
-from lockstep.outputs import ForcedMismatch
+from lockstep.outputs import ForcedMismatch, TokenSource
 from lockstep.scheduling.chunks import split_budget
 from lockstep.scheduling.draft_length import DraftLengthPolicy, FixedDraftLength
 from lockstep.scheduling.grammar import Grammar, MaskQuery, fill_masks
@@ -350,8 +350,8 @@ class Scheduler:
             mismatch = ForcedMismatch(first + at, result.tokens[at], chosen)
         taken = request.append(result.tokens, result.logprobs, mismatch)
         num_forced = max(len(request.forced_token_ids) - first, 0)
-        sources = ["forced"] * num_forced + result.sources[num_forced:]
-        request.token_sources += sources[:taken]
+        forced: list[TokenSource] = ["forced"] * num_forced
+        request.token_sources += (forced + result.sources[num_forced:])[:taken]
         self.cache.commit(entry.seq, request.num_tokens - 1)
         if request.finish_reason is not None:
             self._finish(entry)

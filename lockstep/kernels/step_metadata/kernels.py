@@ -37,8 +37,8 @@ def _row_bounds(query_lens, query_len, s, BLOCK: tl.constexpr):
 def prepare_kernel(
     row_ids, query_lens, sources, history, forced_ends, computed, table_folded, table_drafts,
     limits, tables, row_slots,
-    starts, committed, seq_lens, cu_seqlens, state_slots, state_src, folded, page_table, drafts, sample_at,
-    token_rows, positions, token_ids, slot_mapping, ends,
+    starts, committed, seq_lens, cu_seqlens, state_slots, state_src, folded, page_table, drafts,
+    sample_at, token_rows, positions, token_ids, slot_mapping, ends,
     rows, tokens, query_len, window, length, max_drafts, columns, page_size,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
