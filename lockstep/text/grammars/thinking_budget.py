@@ -122,7 +122,8 @@ class ReasoningProgress:
 class ThinkingBudget:
     """Bound of an answer's reasoning (implements lockstep.scheduling.grammar.Grammar).
 
-    make_progress: returns the progress of an answer without tokens. form: grammar of the content after the reasoning; None if the content is free.
+    make_progress: returns the progress of an answer without tokens. form: grammar of the content
+    after the reasoning; None if the content is free.
     """
 
     def __init__(
