@@ -305,10 +305,12 @@ class ProcessTransport:
         """Return whether an engine may follow the lost one; count the restart if it must.
 
         Where the lost engine had updates for requests that go on, its successor continues a work
-        that gets done, and the requests themselves limit their failures.
+        that gets done. A loss that ends a request is explained by it.
         """
         if self._has_served and loss.num_open + loss.num_ended:
             self._restart_times.clear()
+            return True
+        if loss.num_ended:
             return True
         now = time.monotonic()
         if (

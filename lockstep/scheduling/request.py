@@ -19,11 +19,13 @@ FORCED_TOKEN_DIFFERS = (
     "from other weights, numerics, sampling parameters, seed or prompt. The tokens before it are "
     'equal. Send forced_mismatch="report" to go on with the forced tokens.'
 )
-MAX_REQUEST_FAILURES = 3
-"""Failures of the engine during a request's run, without a new token of it, that end the request.
-
-A request that has failed once less is a suspect and runs alone, so that its last failure is its
-own.
+SUSPECT_FAILURES = 2
+"""Failures of the engine during a request's run, without a new token of it between, after which the
+request runs alone.
+"""
+MAX_REQUEST_FAILURES = 4
+"""Failures that end the request. The last two came while it ran alone: one of them may have come
+from outside.
 """
 KEEPS_FAILING = (
     "the engine stopped {count} times while it ran request {id!r}, without a new token of it. So "
@@ -77,7 +79,7 @@ class Request:
     @property
     def is_suspect(self) -> bool:
         """Return whether this request may be the cause of the engine's failures."""
-        return self.failures >= MAX_REQUEST_FAILURES - 1
+        return self.failures >= SUSPECT_FAILURES
 
     @property
     def failure(self) -> str | None:

@@ -153,7 +153,7 @@ class Scheduler:
         self.queue: WaitingQueue[Entry] = WaitingQueue()
         self.preempted: dict[str, Entry] = {}  # those of the queue whose state is in host memory
         self.forced: set[str] = set()
-        self.suspects: list[Entry] = []  # in the queue's order; the first one runs alone
+        self.suspects: list[Entry] = []  # the first one runs alone
         self.launched: dict[int, dict[int, Entry]] = {}
         self.drafts_ready = 0
         self.dropped: list[str] = []
@@ -232,7 +232,8 @@ class Scheduler:
         self.queue.push(entry)
         self.entries[entry.request.id] = entry
         if entry.request.is_suspect:
-            insort(self.suspects, entry, key=lambda e: e.key)
+            # One that failed alone comes first, so that a second failure from outside is unlikely.
+            insort(self.suspects, entry, key=lambda e: (-e.request.failures, e.key))
 
     def restart(self, request_id: str) -> None:
         """Queue a request again from its first token, at its place in the order.

@@ -168,7 +168,7 @@ def test_hanging_step_restarts_the_engine(client: AsyncEngine) -> None:
         await anext(aiter(runs))
         hangs = client.stream(make_request("hang"))
         waits = client.stream(make_request("b waits", LONG))
-        with pytest.raises(ComputeError, match="stopped 3 times while it ran request 'hang'"):
+        with pytest.raises(ComputeError, match="stopped 4 times while it ran request 'hang'"):
             await read(hangs)
         return await asyncio.gather(read(runs), read(waits))
 
@@ -368,7 +368,7 @@ def test_request_ends_with_the_last_engine_that_it_fails() -> None:
         assert transport.requests[0].is_suspect and not transport.requests[1].is_suspect
         assert transport.lose_engine() == Loss(0, 1, 1)
         assert transport.sent == ["waits"]
-        with pytest.raises(ComputeError, match="stopped 3 times while it ran request 'bad'"):
+        with pytest.raises(ComputeError, match="stopped 4 times while it ran request 'bad'"):
             await read(streams["bad"])
         for _ in range(MAX_REQUEST_FAILURES):
             assert transport.lose_engine() == Loss(0, 0, 1), "no engine worked on it"
@@ -387,7 +387,9 @@ def test_engine_that_serves_is_restarted_without_limit(settings: dict[str, Any])
         assert [transport._may_restart(idle) for _ in range(4)] == [True, True, True, False]
         assert transport._may_restart(serving) and transport._may_restart(idle)
         transport._has_served = False
+        explained = Loss(0, 1, 1)
         assert [transport._may_restart(serving) for _ in range(3)] == [True, True, False]
+        assert transport._may_restart(explained) and not transport._may_restart(serving)
     finally:
         transport.stop()
 

@@ -3,13 +3,12 @@
 import pytest
 
 from lockstep.sampling_params import SamplingParams
-from lockstep.scheduling.request import MAX_REQUEST_FAILURES, Request, continue_from
+from lockstep.scheduling.request import SUSPECT_FAILURES, Request, continue_from
 from lockstep.scheduling.schedule import Results, RowResult, Schedule
 from lockstep.scheduling.scheduler import Scheduler
 from tests.scheduling.test_scheduler import add_request, make
 
 NEW = 5
-SUSPECT = MAX_REQUEST_FAILURES - 1
 
 
 def step(sched: Scheduler) -> Schedule:
@@ -107,7 +106,7 @@ def test_suspects_run_alone_until_they_have_a_new_token() -> None:
     for _ in range(3):
         step(sched)
     for name in "ca":
-        sched.entries[name].request.failures = SUSPECT
+        sched.entries[name].request.failures = SUSPECT_FAILURES
         sched.restart(name)
     assert [entry.request.id for entry in sched.suspects] == ["a", "c"], "in the queue's order"
     step(sched)
@@ -131,7 +130,7 @@ def test_aborted_suspect_makes_way(has_row: bool) -> None:
     sched = make()
     for name in "ab":
         add_request(sched, name, 70)
-        sched.entries[name].request.failures = SUSPECT
+        sched.entries[name].request.failures = SUSPECT_FAILURES
         sched.restart(name)
     if has_row:
         step(sched)
@@ -142,11 +141,21 @@ def test_aborted_suspect_makes_way(has_row: bool) -> None:
     drain(sched)
 
 
+def test_suspect_that_failed_alone_runs_first() -> None:
+    sched = make()
+    for name, failures in (("a", 2), ("b", 3), ("c", 2)):
+        sched.add(Request(name, [1] * 70, SamplingParams(max_tokens=2), failures=failures))
+    assert [entry.request.id for entry in sched.suspects] == ["b", "a", "c"]
+    step(sched)
+    assert rows_of(sched) == ["b"]
+    drain(sched)
+
+
 def test_new_suspect_waits_for_no_running_request() -> None:
     sched = make()
     running = add_request(sched, "a", 70, max_tokens=100)
     step(sched)
-    suspect = Request("s", [1] * 70, SamplingParams(max_tokens=2), failures=SUSPECT)
+    suspect = Request("s", [1] * 70, SamplingParams(max_tokens=2), failures=SUSPECT_FAILURES)
     sched.add(suspect)
     step(sched)
     assert rows_of(sched) == ["s"]

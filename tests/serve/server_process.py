@@ -17,20 +17,22 @@ COMMAND = [sys.executable, "-m", "lockstep", "serve"]
 
 @contextlib.contextmanager
 def served(
-    path: Path, *options: str, code: str | None = None
+    path: Path, *options: str, code: str | None = None, log: Path | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
     """Yield (the process, a client of it) once it answers, in its own process group; end it
     afterwards.
 
-    path: of the socket; options: of the command; code: Python code to run instead of `-m lockstep`.
+    path: of the socket; options: of the command; code: Python code to run instead of `-m lockstep`;
+    log: file for stderr, for tests whose output would fill the pipe of `running.stderr`.
     """
     command = [sys.executable, "-c", code, *COMMAND[3:]] if code else COMMAND
-    running = subprocess.Popen(
-        [*command, "--uds", str(path), *options],
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    with contextlib.nullcontext(subprocess.PIPE) if log is None else log.open("w") as stderr:
+        running = subprocess.Popen(
+            [*command, "--uds", str(path), *options],
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+        )
     transport = httpx.HTTPTransport(uds=str(path))
     client = httpx.Client(transport=transport, base_url="http://localhost", timeout=PATIENCE)
     try:
