@@ -23,10 +23,10 @@ from tests.engine_factories import run, wait_until_empty
 REQUESTS = 16
 ROWS = 4
 STEP_SECONDS = 5.0
-READY_SECONDS = 10.0
+READY_SECONDS = 20.0
 """Time limit, from readiness, to answer all requests."""
 SHORT = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True)
-LONG = replace(SHORT, max_tokens=300)
+LONG = replace(SHORT, max_tokens=120)
 DRAFTING = {"method": "mtp", "num_speculative_tokens": 3}
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.slow),
