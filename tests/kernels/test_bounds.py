@@ -42,7 +42,23 @@ def add_canaries(value, canaries):
 @pytest.mark.parametrize(("op", "backend"), [p for p in of_every_op() if not p.values[1].exact])
 def test_kernel_writes_stay_in_bounds_and_fill_outputs(op, backend):
     max_cases = INTERPRETED.get(op, 3) if backend.interpreted else None
-    for name, arguments in backend.cases(op, max_cases):
+    check_bounds(op, backend, backend.cases(op, max_cases))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("op", "backend"),
+    [p for p in of_every_op((gated_delta_step, mamba2_step)) if p.values[1].interpreted],
+)
+def test_committed_windows_write_in_bounds(op, backend):
+    """They are longer than the history buffers. A GPU runs them in the test above."""
+    every = backend.cases(op)
+    check_bounds(op, backend, [c for c in every if c[1]["committed"] is not None][-1:])
+
+
+def check_bounds(op, backend, cases):
+    """Assert that a backend writes only inside of its tensors and fills its results."""
+    for name, arguments in cases:
         plain = backend.fresh(arguments)
         canaries = Canaries()
         inside = add_canaries(backend.fresh(arguments), canaries)
