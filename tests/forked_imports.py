@@ -1,7 +1,9 @@
-"""Imports that forked processes share: Torch, Triton, the ops, the engine, and Triton's hash over
-its own files, which is part of its cache keys."""
+"""Imports that forked processes share: Torch, Triton, the ops, the engine, the server, and Triton's
+hash over its own files, which is part of its cache keys."""
 
-import lockstep.serve.engine_factory  # noqa: F401
+import lockstep.cli.serve
+import lockstep.serve.engine_factory
+import lockstep.serve.server
 import lockstep.worker.rank_process  # noqa: F401
 from lockstep.kernels.backends import load
 

@@ -195,9 +195,7 @@ def test_compilation_keeps_signals_ignored(settings: dict[str, Any]) -> None:
         transport.stop()
 
 
-def test_too_many_restarts_end_the_client(
-    settings: dict[str, Any], forked_processes: None
-) -> None:
+def test_too_many_restarts_end_the_client(settings: dict[str, Any], forked_processes: None) -> None:
     received: list[str] = []
     client = AsyncEngine(ProcessTransport(partial(engine_factories.faulty, settings), STEP_SECONDS))
     client.on_end = received.append
