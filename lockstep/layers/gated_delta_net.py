@@ -152,7 +152,9 @@ class GatedDeltaNet(nn.Module):
         z = z.unflatten(-1, (self.value_heads, self.value_dim))
         where = (ctx.state_slots, ctx.starts, ctx.folded)
         committed = ctx.committed if ctx.shape.forced else None
-        return self.step_op(mixed, z, b, a, weights, self.state, *where, ctx.flush, committed)
+        return self.step_op(
+            mixed, z, b, a, weights, self.state, *where, flush=ctx.flush, committed=committed
+        )
 
     def weights(self) -> dict[str, Target]:
         """Map the checkpoint's tensors, by name within the module, to their destinations."""
