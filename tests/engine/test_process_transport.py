@@ -10,11 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from multiprocessing import Pipe
+from multiprocessing import Pipe, get_context
 from typing import Any
 
 import pytest
 
+from lockstep.engine import process_transport
 from lockstep.engine.async_engine import (
     UPDATES_PER_ITERATION,
     AsyncEngine,
@@ -59,7 +60,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def shared(settings: dict[str, Any]) -> Iterator[AsyncEngine]:
+def shared(settings: dict[str, Any], forked_processes: None) -> Iterator[AsyncEngine]:
     """Yield one client for all tests, since a start takes seconds."""
     result = AsyncEngine(ProcessTransport(partial(engine_factories.faulty, settings), STEP_SECONDS))
     result.start()
@@ -227,7 +228,7 @@ def test_compilation_keeps_signals_ignored(settings: dict[str, Any]) -> None:
         transport.stop()
 
 
-def test_too_many_restarts_end_the_client(settings: dict[str, Any]) -> None:
+def test_too_many_restarts_end_the_client(settings: dict[str, Any], forked_processes: None) -> None:
     received: list[str] = []
     client = AsyncEngine(ProcessTransport(partial(engine_factories.faulty, settings), STEP_SECONDS))
     client.on_end = received.append
@@ -265,7 +266,10 @@ def test_too_many_restarts_end_the_client(settings: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_failed_start_raises_its_reason(make: Any, kind: type[Exception], message: str) -> None:
+def test_failed_start_raises_its_reason(
+    make: Any, kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_transport, "get_context", get_context)  # a forked one differs
     shown: list[tuple[str, int, int]] = []
     with pytest.raises(kind, match=message) as raised:
         ProcessTransport(partial(make, {}), 60.0, lambda *progress: shown.append(progress))
@@ -377,21 +381,19 @@ def test_request_ends_with_the_last_engine_that_it_fails() -> None:
     client.shutdown()
 
 
-def test_engine_that_serves_is_restarted_without_limit(settings: dict[str, Any]) -> None:
+def test_engine_that_serves_is_restarted_without_limit(
+    client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An engine that is lost without an update, or while it has nothing to do, counts."""
-    transport = ProcessTransport(partial(engine_factories.plain, settings), STEP_SECONDS)
-    try:
-        serving, idle = Loss(1, 0, 1), Loss(0, 0, 0)
-        transport._has_served = True
-        assert all(transport._may_restart(serving) for _ in range(2 * MAX_RESTARTS))
-        assert [transport._may_restart(idle) for _ in range(4)] == [True, True, True, False]
-        assert transport._may_restart(serving) and transport._may_restart(idle)
-        transport._has_served = False
-        explained = Loss(0, 1, 1)
-        assert [transport._may_restart(serving) for _ in range(3)] == [True, True, False]
-        assert transport._may_restart(explained) and not transport._may_restart(serving)
-    finally:
-        transport.stop()
+    transport = client.transport
+    serving, idle, explained = Loss(1, 0, 1), Loss(0, 0, 0), Loss(0, 1, 1)
+    monkeypatch.setattr(transport, "_has_served", True)
+    assert all(transport._may_restart(serving) for _ in range(2 * MAX_RESTARTS))
+    assert [transport._may_restart(idle) for _ in range(4)] == [True, True, True, False]
+    assert transport._may_restart(serving) and transport._may_restart(idle)
+    transport._has_served = False
+    assert [transport._may_restart(serving) for _ in range(3)] == [True, True, False]
+    assert transport._may_restart(explained) and not transport._may_restart(serving)
 
 
 def test_partial_message_ends_the_reports() -> None:

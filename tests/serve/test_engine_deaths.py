@@ -35,9 +35,10 @@ KILL_SECONDS = 5.0
 VARYING = {"id", "call_id", "created", "created_at", "completed_at", "seed", "usage"}
 """Fields of answers that differ between two equal requests, or that depend on drafts."""
 TEXT: dict[str, Any] = {"prompt": "def read(path):", "temperature": 1.0, "max_tokens": 40}
+LONG = {**TEXT, "max_tokens": 200, "ignore_eos": True}
 FLAT_TOOLS = [{"type": "function", **tool["function"]} for tool in TOOLS]
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/completions", {**TEXT, "stream": True, "logprobs": 2, "ignore_eos": True}),
+    ("/v1/completions", {**LONG, "stream": True, "logprobs": 2}),
     ("/v1/completions", {**TEXT, "n": 2, "stop": [" =", "):"], "logprobs": 1, "echo": True}),
     ("/v1/completions", {**TEXT, "structured_outputs": {"regex": "[a-f]{4}(-[0-9]{3}){6}"}}),
     ("/v1/completions", {**TEXT, "prompt": "1, 2, 3,", "priority": -1, "presence_penalty": 1.0}),
