@@ -35,7 +35,7 @@ KILL_SECONDS = 5.0
 VARYING = {"id", "call_id", "created", "created_at", "completed_at", "seed", "usage"}
 """Fields of answers that differ between two equal requests, or that depend on drafts."""
 TEXT: dict[str, Any] = {"prompt": "def read(path):", "temperature": 1.0, "max_tokens": 40}
-LONG = {**TEXT, "max_tokens": 200, "ignore_eos": True}
+LONG = {**TEXT, "max_tokens": 120, "ignore_eos": True}
 FLAT_TOOLS = [{"type": "function", **tool["function"]} for tool in TOOLS]
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {**LONG, "stream": True, "logprobs": 2}),
