@@ -58,7 +58,7 @@ def expected_outputs(engines: dict[str, LLM]) -> dict[str, RequestOutput]:
 def generate_all_kinds(llm: LLM) -> dict[str, RequestOutput]:
     """Run one request of each kind in one batch, over alternating prompts."""
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(PARAMETER_SETS))]
-    params = [replace(GREEDY, max_tokens=18, **changes) for changes in PARAMETER_SETS.values()]
+    params = [replace(GREEDY, max_tokens=12, **changes) for changes in PARAMETER_SETS.values()]
     return dict(zip(PARAMETER_SETS, llm.generate(prompts, params), strict=True))
 
 
