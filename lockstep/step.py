@@ -33,7 +33,9 @@ class StepShape:
 
     rows: S, null rows included. tokens: T over all rows. query_len: maximum tokens of a row.
     prompt: a ragged step of prompt chunks; other steps are uniform: tokens == rows * query_len.
-    next_drafts: drafts per row that the step proposes for the next one.
+    next_drafts: drafts per row that the step proposes for the next one. forced: a uniform step of
+    forced tokens, whose query_len may exceed that of decode steps; StepContext.committed says how
+    many tokens of a row it computes, the others are padding.
     """
 
     rows: int
@@ -41,6 +43,7 @@ class StepShape:
     query_len: int
     prompt: bool = False
     next_drafts: int = 0
+    forced: bool = False
 
     @classmethod
     def uniform(cls, rows: int, query_len: int) -> "StepShape":
@@ -65,7 +68,9 @@ class StepContext:
     which a prompt chunk reads its initial state (a snapshot, or the row's state); snapshot_slots
     [S] slot to which a prompt chunk writes the state of its last grid point (0: none); folded [S]
     number of the row's first tokens that its state already contains; flush: a decode step writes
-    the state of a row that lacks this many tokens or more.
+    the state of a row that lacks this many tokens or more. committed [S] number of a row's leading
+    tokens that stay, whatever the target emits: all of a prompt chunk, else its last token and the
+    forced tokens after it; None: one.
 
     drafts [S, Q - 1]: draft tokens among token_ids, -1 for none (uniform steps). logit_rows: index
     into T of the N tokens whose logits are computed: a slice of all, or [S] (int64), each row's
@@ -94,6 +99,7 @@ class StepContext:
     drafts: Tensor
     logit_rows: Tensor | slice
     sample_at: Tensor
+    committed: Tensor | None = None
     adapter_ids: Tensor | None = None
     input_embeds: Tensor | None = None
     embed_index: Tensor | None = None

@@ -64,7 +64,23 @@ def parts_of_cases():
 
 @pytest.mark.parametrize(("op", "backend", "first", "last"), parts_of_cases())
 def test_kernel_writes_stay_in_bounds_and_fill_outputs(op, backend, first, last):
-    for name, arguments in islice(backend.cases(op), first, last):
+    check_bounds(op, backend, islice(backend.cases(op), first, last))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("op", "backend"),
+    [p for p in of_every_op((gated_delta_step, mamba2_step)) if p.values[1].interpreted],
+)
+def test_committed_windows_write_in_bounds(op, backend):
+    """They are longer than the history buffers. A GPU runs them in the test above."""
+    every = backend.cases(op)
+    check_bounds(op, backend, [c for c in every if c[1]["committed"] is not None][-1:])
+
+
+def check_bounds(op, backend, cases):
+    """Assert that a backend writes only inside of its tensors and fills its results."""
+    for name, arguments in cases:
         plain = backend.fresh(arguments)
         canaries = Canaries()
         inside = add_canaries(backend.fresh(arguments), canaries)
