@@ -3,13 +3,17 @@
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from lockstep import LLM
+from lockstep.engine import process_transport
+from lockstep.worker import local_ranks
 from tests.bundled_model import assert_idle, make_engine
+from tests.forked_processes import fork_context
 from tests.pairwise import mark_uncovered
 
 SEARCH = (10_000, 10, 1_000)
@@ -67,3 +71,15 @@ def llm(engine: LLM) -> Any:
 def plain() -> LLM:
     """Return the bundled model without drafts."""
     return make_engine(None)
+
+
+@pytest.fixture(scope="module")
+def forked_processes() -> Iterator[None]:
+    """Fork the processes of engines and ranks from a server that has imported what they need.
+
+    Servers in processes of their own, and tests of a start, spawn them as users do.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (process_transport, local_ranks):
+            patch.setattr(module, "get_context", lambda _: fork_context())
+        yield

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "lockstep"
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -29,10 +31,17 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def test_files_follow_the_rules() -> None:
+@pytest.mark.parametrize(
+    "files",
+    [
+        pytest.param(FILES, id="package"),
+        pytest.param(TESTS, id="tests and trainer", marks=pytest.mark.slow),
+    ],
+)
+def test_files_follow_the_rules(files: list[Path]) -> None:
     """Parse each file once and drop its tree, to keep garbage collection fast."""
     faults: list[str] = []
-    for path in [*FILES, *TESTS]:
+    for path in files:
         text = path.read_text()
         tree = ast.parse(text)
         faults += long_functions(path, tree)

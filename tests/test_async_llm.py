@@ -126,7 +126,7 @@ def test_invalid_requests_do_not_affect_others(client: AsyncLLM) -> None:
     assert run(read(client, TEXT, GREEDY))[-1].finished
 
 
-def test_engine_in_another_process(tmp_path: Path) -> None:
+def test_engine_in_another_process(tmp_path: Path, forked_processes: None) -> None:
     args = EngineArgs(
         str(make_model(tmp_path)), load_format="dummy", skip_tokenizer_init=True, **SETTINGS
     )

@@ -27,19 +27,20 @@ def run(*words: object, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return (sdist, wheel), built from a copy of the needed files."""
-    source = tmp_path_factory.mktemp("source")
+def build(kind: str, source: Path) -> Path:
+    """Return an sdist or a wheel, built from a copy of the needed files."""
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "lockstep", source / "lockstep", ignore=ignored)
-    created = []
-    for kind in ("build_sdist", "build_wheel"):
-        words = (sys.executable, "-c", BUILD.format(kind), source / "dist")
-        created.append(source / "dist" / run(*words, cwd=source).splitlines()[-1])
-    return created[0], created[1]
+    words = (sys.executable, "-c", BUILD.format(f"build_{kind}"), source / "dist")
+    return source / "dist" / run(*words, cwd=source).splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the wheel."""
+    return build("wheel", tmp_path_factory.mktemp("source"))
 
 
 def package_files() -> set[str]:
@@ -48,18 +49,21 @@ def package_files() -> set[str]:
     return {str(path.relative_to(ROOT)) for path in result if "__pycache__" not in path.parts}
 
 
-def test_sdist_and_wheel_contain_every_file(built: tuple[Path, Path]) -> None:
+def test_wheel_contains_every_file(wheel: Path) -> None:
     """Including weights, tables, the playground and py.typed."""
-    sdist, wheel = built
     with zipfile.ZipFile(wheel) as archive:
         assert not package_files() - set(archive.namelist())
-    with tarfile.open(sdist) as archive:
+
+
+@pytest.mark.slow
+def test_sdist_contains_every_file(tmp_path: Path) -> None:
+    with tarfile.open(build("sdist", tmp_path)) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert not package_files() - names
 
 
 @pytest.fixture(scope="module")
-def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the programs of a new environment with the wheel.
 
     Its dependencies are those of this environment, so nothing is downloaded.
@@ -69,12 +73,13 @@ def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
     venv.create(tmp_path / "env", with_pip=False, symlinks=True)
     quiet = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-index")
     pip = (sys.executable, "-m", "pip", "--python", python, "install", *quiet)
-    run(*pip, built[1], cwd=tmp_path)
+    run(*pip, wheel, cwd=tmp_path)
     (packages,) = (tmp_path / "env/lib").glob("python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python.parent
 
 
+@pytest.mark.slow
 def test_wheel_runs_in_a_new_environment(installed: Path, tmp_path: Path) -> None:
     shown = run(installed / "lockstep", "--version", cwd=tmp_path)
     assert shown == f"lockstep {lockstep.__version__}\n"

@@ -151,7 +151,10 @@ class GatedDeltaNet(nn.Module):
         mixed, z, b, a = (t.unflatten(0, window) for t in (mixed, z, b, a))
         z = z.unflatten(-1, (self.value_heads, self.value_dim))
         where = (ctx.state_slots, ctx.starts, ctx.folded)
-        return self.step_op(mixed, z, b, a, weights, self.state, *where, flush=ctx.flush)
+        committed = ctx.committed if ctx.shape.forced else None
+        return self.step_op(
+            mixed, z, b, a, weights, self.state, *where, flush=ctx.flush, committed=committed
+        )
 
     def weights(self) -> dict[str, Target]:
         """Map the checkpoint's tensors, by name within the module, to their destinations."""

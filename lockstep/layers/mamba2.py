@@ -107,7 +107,10 @@ class Mamba2(nn.Module):
         window = (ctx.shape.rows, ctx.shape.query_len)
         mixed, dt = (t.unflatten(0, window) for t in (mixed, dt))
         where = (ctx.state_slots, ctx.starts, ctx.folded)
-        y = self.step_op(mixed, dt, weights, self.state, *where, flush=ctx.flush)
+        committed = ctx.committed if ctx.shape.forced else None
+        y = self.step_op(
+            mixed, dt, weights, self.state, *where, flush=ctx.flush, committed=committed
+        )
         return y.flatten(-2).flatten(0, 1)
 
     def weights(self) -> dict[str, Target]:

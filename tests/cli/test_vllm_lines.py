@@ -26,6 +26,7 @@ from lockstep.config import EngineConfig, StepLimits
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.quantization import read_weight_format
 from lockstep.worker.build import pick_device, step_limits
+from tests.forked_processes import ForkedProgram
 from tests.quantization.disk import Codes, gptq, random_codes, set_config, write
 from tests.tiny_model import make_model
 
@@ -275,7 +276,9 @@ for arguments in json.loads(sys.argv[1]):
 """Program that runs command lines one after another, since importing torch takes longest."""
 
 
-def ask_next_server(server: subprocess.Popen[str], body: dict[str, Any]) -> dict[str, Any]:
+def ask_next_server(
+    server: subprocess.Popen[str] | ForkedProgram, body: dict[str, Any]
+) -> dict[str, Any]:
     """Return /v1/models and a completion of the next server that is ready, and interrupt it."""
     assert server.stdout is not None and server.stderr is not None
     ready = None
@@ -292,16 +295,14 @@ def ask_next_server(server: subprocess.Popen[str], body: dict[str, Any]) -> dict
 
 def ask_servers(lines: list[list[str]], body: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
     """Run command lines in turn; return what each server answers, and the error output."""
-    command = [sys.executable, "-c", RUN_COMMANDS, json.dumps(lines)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) as server:
-        assert server.stderr is not None
-        try:
-            answers = [ask_next_server(server, body) for _ in lines]
-            assert server.wait(timeout=30) == 0
-            return answers, server.stderr.read()
-        finally:
-            server.kill()
+    server = ForkedProgram(RUN_COMMANDS, [json.dumps(lines)])
+    try:
+        answers = [ask_next_server(server, body) for _ in lines]
+        _, errors = server.communicate(timeout=30)
+        assert server.returncode == 0
+        return answers, errors
+    finally:
+        server.kill()
 
 
 def quantized_folder(folder: Path) -> Path:

@@ -24,7 +24,7 @@ from tests.thread_ranks import ThreadRanks
 TEXT = "The clock on the square had stopped, and nobody in the town could say when. " * 3
 """More than one page, so that its prefix can be cached."""
 ADAPTERS = ("", "first", "second")
-PARAMS = [replace(params, max_tokens=7, logprobs=1) for params in (GREEDY, SEEDED, GREEDY)]
+PARAMS = [replace(params, max_tokens=5, logprobs=1) for params in (GREEDY, SEEDED, GREEDY)]
 Requests = list[tuple[str, SamplingParams, str]]
 
 
@@ -96,20 +96,24 @@ def test_batch_of_adapters_equals_single_rows(
 
 ENGINES: dict[str, Callable[..., LLM]] = {
     "chunks": lambda **s: make_engine(None, max_num_batched_tokens=64, **s),
-    "drafts": lambda **s: make_engine("mtp", CheckHooks(preempt_every=3), **s),
+    "drafts": lambda **s: make_engine(
+        "mtp", CheckHooks(preempt_every=3), max_num_batched_tokens=64, **s
+    ),
     "host memory": lambda **s: make_engine(
         "ngram", steps_in_flight=2, num_gpu_blocks=4, kv_offloading_size=0.01, **s
     ),
 }
 
 
+@pytest.mark.default_cases("drafts", "host memory")
 @pytest.mark.parametrize("name", ENGINES)
 def test_adapters_equal_single_rows_on_every_engine(
     name: str, adapters: dict[str, str], requests: Requests, expected: list[Answer]
 ) -> None:
-    """Twice: the second time, prefixes are cached."""
+    """Prompts share a page, so that prefixes are cached."""
     llm = ENGINES[name](lora_modules=adapters)
-    for _ in range(2):
+    assert run(llm, requests) == expected
+    if name == "host memory":
         assert run(llm, requests) == expected
     stats = llm.engine.refresh_stats()
     assert stats.prefix_hits_total > 0

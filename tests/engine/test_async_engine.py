@@ -42,7 +42,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def shared_process(settings: dict[str, Any]) -> Iterator[AsyncEngine]:
+def shared_process(settings: dict[str, Any], forked_processes: None) -> Iterator[AsyncEngine]:
     """Yield a started client of an engine in its own process; a start takes seconds."""
     result = AsyncEngine(ProcessTransport(partial(plain, settings), PATIENCE))
     result.start()

@@ -9,10 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
 
+from lockstep.engine import process_transport
 from lockstep.engine.async_engine import (
     ENGINE_RESTARTED,
     UPDATES_PER_ITERATION,
@@ -53,7 +55,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def shared(settings: dict[str, Any]) -> Iterator[AsyncEngine]:
+def shared(settings: dict[str, Any], forked_processes: None) -> Iterator[AsyncEngine]:
     """Yield one client for all tests, since a start takes seconds."""
     result = AsyncEngine(ProcessTransport(partial(engine_factories.faulty, settings), STEP_SECONDS))
     result.start()
@@ -193,7 +195,7 @@ def test_compilation_keeps_signals_ignored(settings: dict[str, Any]) -> None:
         transport.stop()
 
 
-def test_too_many_restarts_end_the_client(settings: dict[str, Any]) -> None:
+def test_too_many_restarts_end_the_client(settings: dict[str, Any], forked_processes: None) -> None:
     received: list[str] = []
     client = AsyncEngine(ProcessTransport(partial(engine_factories.faulty, settings), STEP_SECONDS))
     client.on_end = received.append
@@ -226,7 +228,10 @@ def test_too_many_restarts_end_the_client(settings: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_failed_start_raises_its_reason(make: Any, kind: type[Exception], message: str) -> None:
+def test_failed_start_raises_its_reason(
+    make: Any, kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_transport, "get_context", get_context)  # a forked one differs
     shown: list[tuple[str, int, int]] = []
     with pytest.raises(kind, match=message) as raised:
         ProcessTransport(partial(make, {}), 60.0, lambda *progress: shown.append(progress))

@@ -55,7 +55,7 @@ class Rows:
         return bool(self.rows)
 
 
-STEP = ("slots", "starts", "folded")
+STEP = ("slots", "starts", "folded", "committed")
 CHUNK = ("starts", "state_src", "state_slots", "snapshot_slots")
 CACHES = ("k_cache", "v_cache")
 LATENTS = ("latents", "ropes")

@@ -1,8 +1,8 @@
 """Compile the kernels of the recurrent form for Hopper, without a GPU.
 
 The compiler rejects what the interpreter accepts, such as a variable with two shapes in the
-branches of an `if`. recurrent_step_kernel has a binary for short windows and one for long windows:
-the lanes of K must have the same layout in both.
+branches of an `if`. recurrent_step_kernel has binaries for short, long and committed windows: the
+lanes of K must have the same layout in all.
 
     python -m tests.kernels.compiles [--quick]
 
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+from triton import next_power_of_2
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -22,7 +23,7 @@ from lockstep.kernels.gated_delta_rule import triton as delta
 from lockstep.kernels.gated_delta_rule.step_kernels import gated_norm_kernel, step_inputs_kernel
 from lockstep.kernels.recurrent import step
 from lockstep.kernels.recurrent.history import ROUNDING_INTERVAL
-from lockstep.kernels.recurrent.step_kernel import recurrent_step_kernel
+from lockstep.kernels.recurrent.step_kernel import recurrent_step_kernel, save_tokens_kernel
 from tests.kernels.layouts import compile_checked
 
 ODD = dict(HK=1, HV=3, K=24, V=40)
@@ -31,7 +32,7 @@ LAYERS = (dict(HK=2, HV=4, K=64, V=16), ODD, dict(HK=16, HV=48, K=128, V=128))
 MAMBA = (dict(HK=8, HV=64, K=128, V=64), dict(HK=8, HV=128, K=128, V=80))
 """Layers of Nemotron 3 Nano and Nemotron Nano 9B."""
 LONGS = {"slots_ptr"}
-INTS = {"starts_ptr", "folded_ptr"}
+INTS = {"starts_ptr", "folded_ptr", "committed_ptr"}
 FLOATS = {"eps"}
 HALVES = {"mixed_ptr", "z_ptr", "b_ptr", "a_ptr", "conv_weight_ptr", "norm_ptr", "conv_history_ptr"}
 NUMBERS = {
@@ -44,7 +45,7 @@ NUMBERS = {
     "b_stride",
     "a_stride",
 }
-UNALIGNED = {"b_ptr", "a_ptr", "slots_ptr", "starts_ptr", "folded_ptr"}
+UNALIGNED = {"b_ptr", "a_ptr", "slots_ptr", "starts_ptr", "folded_ptr", "committed_ptr"}
 """Pointers that are not specialised on alignment."""
 SUM = re.compile(
     r'"tt.reduce"\(%\S+\) <\{axis = 0 : i32\}> \(\{.*?\}\) : \(tensor<((?:\d+x)+)\w+, (#\w+)>',
@@ -70,8 +71,12 @@ def kernels(quick: bool) -> Iterator[tuple[Any, int, dict[str, Any]]]:
     for sizes in (ODD,) if quick else LAYERS:
         same = dict(**sizes, R=3, L2_EPS=1e-6, **step.block_sizes(sizes, 128))
         yield from step_kernels(sizes, dict(DELTA_RULE=True, d_ptr=None))
-        yield gated_norm_kernel, delta.NORM_WARPS, dict(**same, HEADS=delta.HEADS)
-        yield step_inputs_kernel, 1, dict(**same, TOKENS=delta.MAX_TOKENS)
+        for absent in (dict(committed_ptr=None, length=None), {}):
+            yield gated_norm_kernel, delta.NORM_WARPS, dict(**same, HEADS=delta.HEADS) | absent
+        for absent in (dict(committed_ptr=None), {}):
+            yield step_inputs_kernel, 1, dict(**same, TOKENS=delta.MAX_TOKENS) | absent
+        whole = dict(BLOCK_K=next_power_of_2(sizes["HK"] * sizes["K"]), STATE_GRID=16)
+        yield save_tokens_kernel, 4, {**sizes, **whole, "BLOCK_HV": next_power_of_2(sizes["HV"])}
     for sizes in () if quick else MAMBA:
         yield from step_kernels(sizes, dict(DELTA_RULE=False))
 
@@ -79,16 +84,21 @@ def kernels(quick: bool) -> Iterator[tuple[Any, int, dict[str, Any]]]:
 def step_kernels(
     sizes: dict[str, int], rule: dict[str, Any]
 ) -> Iterator[tuple[Any, int, dict[str, Any]]]:
-    """Yield recurrent_step_kernel for fp32 and 16-bit states, short and long windows."""
+    """Yield recurrent_step_kernel for fp32 and 16-bit states, short, long and committed windows."""
     layout = step.register_layout(sizes)
     warps = layout["WARPS"] // step.CTAS_PER_HEAD or 1
     same = {**sizes, **layout, **rule, "WARPS": warps, "SECTOR": step.SECTOR}
     columns = warps * layout["COLUMNS"]
     states = ((1, 4), (ROUNDING_INTERVAL, 2))
-    for (grid, size), prefetch in product(states, (step.PREFETCH, 2 * step.PREFETCH)):
+    windows: tuple[dict[str, Any], ...] = (
+        {"PREFETCH": step.PREFETCH, "committed_ptr": None},
+        {"PREFETCH": 2 * step.PREFETCH, "committed_ptr": None},
+        {"PREFETCH": 2 * step.PREFETCH},
+    )
+    for (grid, size), window in product(states, windows):
         adjacent = step.adjacent_ctas(sizes["V"], columns, size)
-        constants = {"PREFETCH": prefetch, "STATE_GRID": grid, "ADJACENT_CTAS": adjacent}
-        yield recurrent_step_kernel, warps, same | constants
+        constants = {"STATE_GRID": grid, "ADJACENT_CTAS": adjacent}
+        yield recurrent_step_kernel, warps, same | constants | window
 
 
 def lanes_of_sums(code: str) -> set[tuple[bool, int]]:
@@ -127,8 +137,9 @@ def main(quick: bool) -> None:
             lanes = lanes_of_sums(created.asm["ttgir"])
             result.setdefault((fixed["K"], fixed["V"], grid), []).append(lanes)
         print(name, fixed)
-    for sizes, (short, long) in result.items():
-        assert short and short == long, (sizes, short, long)
+    for sizes, layouts in result.items():
+        short, *others = layouts
+        assert short and len(others) == 2 and others == [short] * 2, (sizes, layouts)
 
 
 if __name__ == "__main__":

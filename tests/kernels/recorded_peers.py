@@ -3,6 +3,7 @@
 Packets and flags are written as lockstep.kernels.exchange.device_push describes them, by torch.
 """
 
+import mmap
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,7 +33,7 @@ class RecordedPeers:
     def __init__(self, group: RecordedGroup, device: str) -> None:
         whole = torch.cat(group.parts, dim=1).to(device)
         size = FLAGS + SLOTS * group.size * 8
-        own = torch.zeros(size, dtype=torch.uint8, device=device)
+        own = zeros(size, device)
         begin = BUFFERS + EPOCH * BUFFER_BYTES // 2
         own[begin : begin + whole.nbytes] = whole.view(torch.uint8).flatten()
         if whole.dtype in push.PACKED and not whole.shape[1] % 2:
@@ -41,13 +42,20 @@ class RecordedPeers:
             own[begin : begin + packets.nbytes] = packets.view(torch.uint8).flatten()
         own[FLAGS:].view(torch.int64).fill_(EPOCH)
         # What this rank sends arrives in memory that nobody reads.
-        others = torch.zeros_like(own)
+        others = zeros(size, device)
         self.words = torch.zeros(2, dtype=torch.int32, device=device)
         state = torch.zeros(3, dtype=torch.int64, device=device)
         addresses = [others.data_ptr()] * group.size
         addresses[group.index] = own.data_ptr()
         self.memory = (own, others)
         self.pointers = Peers(tuple(addresses), state, self.words.data_ptr())
+
+
+def zeros(size: int, device: str) -> Tensor:
+    """Return zero bytes; on a CPU, the system zeroes a page where it is touched first."""
+    if device != "cpu":
+        return torch.zeros(size, dtype=torch.uint8, device=device)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
 
 
 def pack(whole: Tensor) -> Tensor:

@@ -32,10 +32,10 @@ INTERPRETED = {
     gated_delta_step: (2, 3),
     mamba2_chunk: (1, 2),
     mamba2_step: (2, 3),
-    sample: (2, 3),
+    sample: (1, 3),
     paged_attention: (2, 2),
     latent_attention: (2, 2),
-    experts: (4, 7),
+    experts: (3, 7),
     rope_and_cache: (6, 12),
 }
 """Op -> number of first cases that the interpreter runs, since it is slow: by default, and with

@@ -1,6 +1,7 @@
 """Triton kernels write only inside their tensors and fill their whole result."""
 
 import dataclasses
+from itertools import islice
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ INTERPRETED = {
     latent_attention: 2,
     sample: 1,
 }
-"""Op -> number of first cases that the interpreter runs, since it is slow."""
+"""Op -> number of first cases that the interpreter runs, since it is slow: one of them by default,
+all with the slow tests."""
 
 
 def add_canaries(value, canaries):
@@ -39,10 +41,46 @@ def add_canaries(value, canaries):
     return value
 
 
-@pytest.mark.parametrize(("op", "backend"), [p for p in of_every_op() if not p.values[1].exact])
-def test_kernel_writes_stay_in_bounds_and_fill_outputs(op, backend):
-    max_cases = INTERPRETED.get(op, 3) if backend.interpreted else None
-    for name, arguments in backend.cases(op, max_cases):
+def parts_of_cases():
+    """Return params (op, backend, first case, last case) of every backend that is not exact; those
+    of the interpreter in two parts, the second slow."""
+    results = []
+    for param in of_every_op():
+        op, backend = param.values
+        if backend.exact:
+            continue
+        if not backend.interpreted:
+            results.append(pytest.param(op, backend, 0, None, id=param.id, marks=param.marks))
+            continue
+        last = INTERPRETED.get(op, 3)
+        first = 1 if op in INTERPRETED else last
+        results.append(pytest.param(op, backend, 0, first, id=param.id, marks=param.marks))
+        if first < last:
+            marks = [*param.marks, pytest.mark.slow]
+            more = pytest.param(op, backend, first, last, id=f"{param.id}-more", marks=marks)
+            results.append(more)
+    return results
+
+
+@pytest.mark.parametrize(("op", "backend", "first", "last"), parts_of_cases())
+def test_kernel_writes_stay_in_bounds_and_fill_outputs(op, backend, first, last):
+    check_bounds(op, backend, islice(backend.cases(op), first, last))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("op", "backend"),
+    [p for p in of_every_op((gated_delta_step, mamba2_step)) if p.values[1].interpreted],
+)
+def test_committed_windows_write_in_bounds(op, backend):
+    """They are longer than the history buffers. A GPU runs them in the test above."""
+    every = backend.cases(op)
+    check_bounds(op, backend, [c for c in every if c[1]["committed"] is not None][-1:])
+
+
+def check_bounds(op, backend, cases):
+    """Assert that a backend writes only inside of its tensors and fills its results."""
+    for name, arguments in cases:
         plain = backend.fresh(arguments)
         canaries = Canaries()
         inside = add_canaries(backend.fresh(arguments), canaries)

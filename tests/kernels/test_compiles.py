@@ -1,53 +1,35 @@
 """Kernels compile for GPUs without one: everything that ops launch, and the recurrent form with odd
 widths."""
 
-import multiprocessing
 from collections.abc import Callable
 from importlib.util import find_spec
-from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
 
 from lockstep.kernels.architecture import ARCHITECTURES
 from lockstep.kernels.backends import all_ops
+from tests.forked_processes import fork_context
 from tests.kernels.backends import OPS
 from tests.kernels.compiling import run
 
 pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
 
 
-PRELOADED_MODULE = "tests.kernels.compiler_imports"
-
-
-@pytest.fixture(scope="session")
-def processes() -> ForkServerContext:
-    """Return a context of forked processes in which the interpreter has not replaced the kernels,
-    as it may have in this one.
-
-    They are forked from a server that has imported COMMON, which takes seconds. Compiled code stays
-    in Triton's cache, under a hash of Triton, source, target and options, so the next run (of
-    another clone too) compiles only what has changed.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([PRELOADED_MODULE])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("TRITON_INTERPRET", raising=False)
-        forkserver.ensure_running()
-    return context
-
-
 @pytest.fixture
-def compile_module(processes: ForkServerContext, tmp_path: Path) -> Callable[..., list[str]]:
+def compile_module(tmp_path: Path) -> Callable[..., list[str]]:
     """Return a function that runs a module of this folder in its own process and returns its
-    printed lines."""
+    printed lines.
+
+    Compiled code stays in Triton's cache, under a hash of Triton, source, target and options, so
+    the next run (of another clone too) compiles only what has changed.
+    """
 
     def lines(module: str, *arguments: str) -> list[str]:
         out = tmp_path / "out"
         errors = tmp_path / "errors"
         inputs = (module, list(arguments), str(out), str(errors))
-        process = processes.Process(target=run, args=inputs)
+        process = fork_context().Process(target=run, args=inputs)
         process.start()
         process.join()
         assert process.exitcode == 0, errors.read_text()[-3000:]
@@ -64,9 +46,10 @@ ALL = pytest.param([], id="all", marks=pytest.mark.slow)
 def test_recurrent_step_kernels_compile_for_hopper(
     options: list[str], compile_module: Callable[..., list[str]]
 ) -> None:
-    """Six kernels per layer of the delta rule (the step for each window and state dtype): of one
-    layer, or of all three; and of Mamba-2's two layers only the step kernel."""
-    assert len(compile_module("compiles", *options)) == (6 if options else 26)
+    """Eleven kernels per layer of the delta rule (the step for each window and state dtype, the
+    others for committed windows too): of one layer, or of all three; and of Mamba-2's two layers
+    only the step kernel."""
+    assert len(compile_module("compiles", *options)) == (11 if options else 45)
 
 
 @pytest.mark.parametrize("options", [QUICK, ALL])

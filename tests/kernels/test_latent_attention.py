@@ -137,7 +137,7 @@ def test_attention_is_causal(backend: Backend) -> None:
     """All keys after a token's own are poisoned: with finite numbers inside its window, since zero
     times NaN is NaN, and with NaN outside of it."""
     start = 253
-    window = 5
+    window = 2 if backend.interpreted else 5
     batch = paged_latents(((start, window),), *layer_of(backend), backend.dtype, seed=5)
     full = backend.run(latent_attention, batch)
     pages = batch["page_table"][0].long()
@@ -174,7 +174,8 @@ def test_partitions_agree(backend: Backend) -> None:
     arch = architecture.sm_number(backend.device)
     tile = triton.choose_tile(backend.dtype, arch)
     run = latent_attention.backends[backend.name].run
-    for sizes in ((0, 1), (tile.near_split, 3), (tile.span, 1), (tile.span, 3)):
+    units = ((tile.near_split, 3), (tile.span, 3))
+    for sizes in units if backend.interpreted else ((0, 1), *units, (tile.span, 1)):
         assert same_bits(run(**arguments, partition=triton.Partition(*sizes)), full), sizes
 
 
@@ -190,7 +191,7 @@ def test_split_length_follows_token_position(
     far_split = 2 * tile.num_keys
     near_only = replace(tile, kv_split=tile.num_keys, near_split=tile.num_keys, far=0)
     far_only = replace(near_only, kv_split=far_split)
-    layer = (5, 16, 16, 64) if backend.interpreted else (24, 512, 64, 64)
+    layer = (2, 16, 16, 64) if backend.interpreted else (24, 512, 64, 64)
     rows = ((far - 3, 7), (far - 4, 4), (far, 2), (0, 0), (8 * tile.num_keys - 1, 3))
     batch = paged_latents(rows, *layer, backend.dtype)
     run = latent_attention.backends[backend.name].run
@@ -207,7 +208,7 @@ def test_split_length_follows_token_position(
     assert not same_bits(near_bits, far_bits)
     expected = torch.where((positions < far)[:, None, None], near_bits, far_bits)
     both = replace(far_only, far=far)
-    for unit in (0, both.near_split, both.span):
+    for unit in (0, both.span) if backend.interpreted else (0, both.near_split, both.span):
         assert same_bits(found(both, unit), expected), unit
 
 

@@ -34,10 +34,14 @@ def gemv_tile(m: int, high: int, warps: int, stages: int, split_k: int = 1) -> Q
 
 @pytest.mark.covering(strength=1)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("assembly", [True, False])
+@pytest.mark.parametrize(
+    ("assembly", "dtype"),
+    [(True, torch.bfloat16), (True, torch.float16), (False, torch.float16)],
+    ids=["assembly-bf16", "assembly-fp16", "fp16"],
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_gemv_kernel_equals_dense_product(
-    name: str, assembly: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, assembly: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel itself, with its assembly run on the CPU: each K split equals the dense
     product."""
@@ -47,15 +51,14 @@ def test_gemv_kernel_equals_dense_product(
     index = NAMES.index(name)
     tokens = (1, 7, 16)[index % 3]
     tile = (gemv_tile(8, 1, 1, 2), gemv_tile(8, 1, 2, 1), gemv_tile(16, 2, 1, 3))[index % 3]
-    for dtype in (torch.float16, torch.bfloat16) if assembly else (torch.float16,):
-        weight = exact_weight(name, 20, 768)
-        x = graded(tokens, 768, 2, 3).to(dtype)
-        actual = torch.full((2, tokens, 20), -1.0)
-        _launch_gemv(x, weight, actual, 384, tile, CompileTarget(90, assembly))
-        dense = weight.dequantize(dtype).float()
-        ends = (slice(0, 384), slice(384, 768))
-        want = torch.stack([x[:, mine].float() @ dense[:, mine].T for mine in ends])
-        assert torch.equal(actual, want), dtype
+    weight = exact_weight(name, 20, 768)
+    x = graded(tokens, 768, 2, 3).to(dtype)
+    actual = torch.full((2, tokens, 20), -1.0)
+    _launch_gemv(x, weight, actual, 384, tile, CompileTarget(90, assembly))
+    dense = weight.dequantize(dtype).float()
+    ends = (slice(0, 384), slice(384, 768))
+    want = torch.stack([x[:, mine].float() @ dense[:, mine].T for mine in ends])
+    assert torch.equal(actual, want)
 
 
 def test_unsupported_shapes_use_compiler_tile() -> None:

@@ -93,8 +93,23 @@ TWO = (512, 388)
 THREE = (512, 256, 132)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("widths", [TWO, THREE, (900, 0)], ids=str)
+def slow_where_interpreted(name: str, values: tuple[Any, ...], kept: tuple[Any, ...]) -> Any:
+    """Parametrize a test by these values and every backend: the interpreter runs the kept ones by
+    default, and the others with the slow tests."""
+    params = [
+        pytest.param(
+            value,
+            *(b if value in kept else s).values,
+            id=f"{value}-{b.id}",
+            marks=(b if value in kept else s).marks,
+        )
+        for value in values
+        for b, s in zip(BACKENDS, SLOW_BACKENDS, strict=True)
+    ]
+    return pytest.mark.parametrize((name, "backend"), params)
+
+
+@slow_where_interpreted("widths", (TWO, THREE, (900, 0)), (THREE,))
 def test_every_parameter(backend: Backend, widths: tuple[int, ...]) -> None:
     check(backend, batch(900, 2, seed=1), widths)
 
@@ -111,8 +126,7 @@ def test_reduced_draft_vocabulary(backend: Backend, widths: tuple[int, ...]) -> 
     check(backend, among(batch(2000, 1, seed=3), 900), widths)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("slope", [0.3, 1.2, 3.0])
+@slow_where_interpreted("slope", (0.3, 1.2, 3.0), (0.3, 3.0))
 def test_filters(backend: Backend, slope: float) -> None:
     """Steep logits, whose candidates are in the tile, and flat ones, which need whole rows."""
     arguments = filter_arguments(900, slope)

@@ -54,6 +54,7 @@ OF_KV_FORMATS = "tests/regressions/test_f3_kv_formats.py"
 OF_HALF_STATE = "tests/regressions/test_f2_state_in_16_bits.py"
 MAMBA = "kernels.mamba2.cpu"
 OF_MAMBA = "tests/regressions/test_f2_f4_mamba2.py"
+OF_COMMITTED = "tests/kernels/test_committed.py"
 OF_NEMOTRON = "tests/models/test_nemotron_h.py"
 EAGLE3 = "models.eagle3"
 OF_EAGLE3 = "tests/spec/test_eagle3.py::test_drafts_equal_the_paper"
@@ -1099,13 +1100,58 @@ FAULTS = (
         "    ...",
         f"{OF_ROWS_ALONE}::test_16_bit_state_is_rounded_at_absolute_positions",
     ),
+    # Committed windows: see tests/kernels/test_committed.py.
+    Fault(
+        "a committed window's state includes no token of the window", "mixer", RECURRENT_CPU,
+        "CommittedWindow.write_states",
+        "self.state.recurrent[self.slots[$row]] = $s[$row]",
+        "pass",
+        f"{OF_COMMITTED}::test_answer_in_committed_windows_equals_single_tokens",
+    ),
+    Fault(
+        "padding of a committed window takes the place of raw inputs", "mixer", RECURRENT_CPU,
+        "CommittedWindow.__init__",
+        "self.ends: tuple[int, ...] = tuple($committed.tolist())",
+        "self.ends: tuple[int, ...] = (len(mixed),) * len($committed)",
+        f"{OF_COMMITTED}::test_padding_disturbs_no_row",
+    ),
+    Fault(
+        "a committed window saves tokens that its state includes", "mixer",
+        "kernels.recurrent.step_kernel", "_step_through_window",
+        "$in_v & ($start + $t >= $written) if COMMITTED else $in_v",
+        "$in_v & ($start + $t < $written) if COMMITTED else $in_v",
+        f"{OF_COMMITTED}::test_window_equals_single_tokens",
+    ),
+    Fault(
+        "k and decay of a committed window saved before they are replayed", "mixer",
+        "kernels.gated_delta_rule.step_kernels", "_key_inputs",
+        "if not COMMITTED:\n"
+        "    ...",
+        "if True:\n"
+        "    ...",
+        f"{OF_COMMITTED}::test_window_equals_single_tokens",
+    ),
+    Fault(
+        "a committed window keeps one raw input less", "mixer",
+        "kernels.mamba2.step_kernels", "_channel_inputs",
+        "$mask = $mask & ($t >= $length - R)",
+        "$mask = $mask & ($t > $length - R)",
+        f"{OF_COMMITTED}::test_window_equals_single_tokens",
+    ),
+    Fault(
+        "a committed window never uses the last entry of a history", "mixer",
+        "kernels.device.history", "window_index",
+        "return ($first + $t) % $history_len",
+        "return ($first + $t) % ($history_len - 1)",
+        f"{OF_COMMITTED}::test_window_equals_single_tokens",
+    ),
     # Mamba-2 and Nemotron-H: the bundled model has neither.
     Fault(
         "a window of Mamba-2 keeps x where it should keep dt x", "mixer", MAMBA, "mamba2_step_cpu",
         "$window.append($u, $b, $decay)\n"
-        "return $y.view($x.shape).add_($weights.d[:, None] * $x).transpose(0, 1)",
+        "$out = $y.view($x.shape).add_($weights.d[:, None] * $x)",
         "$window.append($x, $b, $decay)\n"
-        "return $y.view($x.shape).add_($weights.d[:, None] * $x).transpose(0, 1)",
+        "$out = $y.view($x.shape).add_($weights.d[:, None] * $x)",
         f"{OF_MAMBA}::test_accepted_drafts_keep_the_answer",
     ),
     Fault(

@@ -100,7 +100,7 @@ def test_stuck_conv_window_is_detected(
     step = cpu.gated_delta_step_cpu
 
     def stuck(
-        mixed: Any, z: Any, b: Any, a: Any, w: Any, state: Any, *where: Any, flush: int
+        mixed: Any, z: Any, b: Any, a: Any, w: Any, state: Any, *where: Any, **rest: Any
     ) -> Any:
         """The inputs before the window are those behind the first accepted token of the last."""
         for slot, start, folded in zip(*(x.tolist() for x in where), strict=True):
@@ -108,7 +108,7 @@ def test_stuck_conv_window_is_detected(
             for i in range(start - w.conv.shape[1] + 1, start):
                 past = state.conv[slot, (i - max(start - folded - 1, 0)) % length].clone()
                 state.conv[slot, i % length] = past
-        return step(mixed, z, b, a, w, state, *where, flush=flush)
+        return step(mixed, z, b, a, w, state, *where, **rest)
 
     llm = make("ngram", 3, known=known)
     for block in worker_of(llm.engine).model.blocks:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import httpx
 
+from tests.forked_processes import ForkedProgram
+
 PATIENCE = 90.0
 """Time limit in seconds of a server's start or answer."""
 COMMAND = [sys.executable, "-m", "lockstep", "serve"]
@@ -18,19 +20,22 @@ COMMAND = [sys.executable, "-m", "lockstep", "serve"]
 @contextlib.contextmanager
 def served(
     path: Path, *options: str, code: str | None = None
-) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+) -> Iterator[tuple[subprocess.Popen[str] | ForkedProgram, httpx.Client]]:
     """Yield (the process, a client of it) once it answers, in its own process group; end it
     afterwards.
 
-    path: of the socket; options: of the command; code: Python code to run instead of `-m lockstep`.
+    path: of the socket; options: of the command; code: Python code to run instead of `-m lockstep`,
+    in a forked process.
     """
-    command = [sys.executable, "-c", code, *COMMAND[3:]] if code else COMMAND
-    running = subprocess.Popen(
-        [*command, "--uds", str(path), *options],
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    options = ("--uds", str(path), *options)
+    running: subprocess.Popen[str] | ForkedProgram
+    if code:
+        running = ForkedProgram(code, [*COMMAND[3:], *options])
+    else:
+        pipe = subprocess.PIPE
+        running = subprocess.Popen(
+            [*COMMAND, *options], stderr=pipe, text=True, start_new_session=True
+        )
     transport = httpx.HTTPTransport(uds=str(path))
     client = httpx.Client(transport=transport, base_url="http://localhost", timeout=PATIENCE)
     try:

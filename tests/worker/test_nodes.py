@@ -45,6 +45,7 @@ from lockstep.worker.rank_times import end_step_times, start_step_times
 from lockstep.worker.worker import Worker
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, make_engine
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
 SIZES = {"max_model_len": 512, "max_num_seqs": 4}
 DRAFTING = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
 SECONDS = 60.0

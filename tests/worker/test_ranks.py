@@ -27,6 +27,7 @@ from lockstep.worker.worker import LaunchedStep, Worker
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, make_engine
 from tests.thread_ranks import ThreadRanks
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
 LONG = replace(GREEDY, max_tokens=400)
 SHARED_MEMORY = Path("/dev/shm")
 

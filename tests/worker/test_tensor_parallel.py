@@ -46,12 +46,13 @@ CASES: dict[str, tuple[str | None, int, dict[str, Any]]] = {
     ),
 }
 """Name -> checkpoint, number of ranks, engine settings."""
+SHORT = replace(GREEDY, max_tokens=8)
 PARAMS = [
-    replace(GREEDY, logprobs=2, prompt_logprobs=1),
-    replace(SEEDED, logprobs=2, top_k=40, presence_penalty=0.5),
-    replace(SEEDED, seed=3, min_p=0.05, logit_bias={7: 2.0}),
+    replace(SHORT, logprobs=2, prompt_logprobs=1),
+    replace(SEEDED, max_tokens=8, logprobs=2, top_k=40, presence_penalty=0.5),
+    replace(SEEDED, max_tokens=8, seed=3, min_p=0.05, logit_bias={7: 2.0}),
     replace(
-        GREEDY,
+        SHORT,
         ignore_eos=False,
         structured_outputs=StructuredOutputsParams(regex=r"[a-z ]{4,40}\."),
     ),

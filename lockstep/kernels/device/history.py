@@ -14,6 +14,17 @@ def wrap_index(index, history_len):
 
 
 @triton.jit
+def window_index(first, t, history_len, LONG: tl.constexpr):
+    """Return the buffer index of token t of a window that begins at index `first`.
+
+    LONG: the window may be longer than the buffer.
+    """
+    if LONG:
+        return (first + t) % history_len
+    return wrap_index(first + t, history_len)
+
+
+@triton.jit
 def next_folded(start, folded, flush, state_grid):
     """Return `folded` after a generated step: see lockstep.kernels.recurrent.history."""
     last = start // state_grid * state_grid

@@ -22,9 +22,13 @@ from lockstep.kernels.gated_delta_rule.reference import (
 )
 from lockstep.kernels.norm import gated_rms_norm
 from lockstep.kernels.recurrent.convolution import causal_convolution
-from lockstep.kernels.recurrent.history import next_folded, past_indices
+from lockstep.kernels.recurrent.history import folded_after, past_indices
 from lockstep.kernels.recurrent.prompt_rows import prompt_rows
-from lockstep.kernels.recurrent.state import RecurrentState, replay, round_on_grid
+from lockstep.kernels.recurrent.state import (
+    RecurrentState,
+    replay_and_write,
+    round_on_grid,
+)
 from lockstep.kernels.registry import op
 from lockstep.step import GRID
 
@@ -58,6 +62,7 @@ def gated_delta_step(
     starts: Tensor,
     folded: Tensor,
     flush: int = 1,
+    committed: Tensor | None = None,
 ) -> Tensor:
     """Step generated tokens: replay the tokens that the state lacks, then run the new window.
 
@@ -71,30 +76,41 @@ def gated_delta_step(
     next_folded(starts, folded, flush, grid) is larger than folded, as of that token. No bit depends
     on flush. Slots may repeat only if they are null; results of a null row are undefined.
 
+    committed [S] int32, 1 .. Q: number of leading tokens of each window that are certain to stay.
+    Q may then exceed W. The tokens after them are padding: they may hold anything, and their
+    results are 0. The state is written as of next_folded(starts + committed, folded, 1, grid) if
+    that is larger than folded, inside of the window too. The histories take only what later steps
+    read: raw inputs of the last R committed tokens, and u, k and decay of committed tokens that the
+    state in memory lacks. The bits are those of windows of W tokens. None: any token of the window
+    may be rejected.
+
     Returns [S, Q, HV, V] in z's dtype, after the gated norm.
     """
-    out = torch.empty_like(z)
+    out = torch.zeros_like(z)
     conv_len = state.conv.shape[1]
     history = weights.conv.shape[1] - 1
-    written = next_folded(starts, folded, flush, state.grid)
-    rows = zip(slots.tolist(), starts.tolist(), folded.tolist(), written.tolist(), strict=True)
-    for row, (slot, start, first, target) in enumerate(rows):
-        s = replay(state, slot, state.recurrent[slot].float(), first, target)
-        if target > first:
-            state.recurrent[slot] = s
-        s = replay(state, slot, s, target, start)
+    written = folded_after(starts, folded, flush, state.grid, committed)
+    lengths = torch.full_like(starts, mixed.shape[1]) if committed is None else committed
+    rows = zip(*(x.tolist() for x in (slots, starts, folded, written, lengths)), strict=True)
+    for row, (slot, start, first, target, length) in enumerate(rows):
+        s = replay_and_write(state, slot, first, start, target)
         past = state.conv[slot, past_indices(start, history, conv_len)]
-        q, k, v = heads_of(causal_convolution(torch.cat([past, mixed[row]]), weights.conv), state)
-        g, beta = gates(b[row], a[row], weights)
-        for t in range(mixed.shape[1]):
+        raw = torch.cat([past, mixed[row, :length]])
+        q, k, v = heads_of(causal_convolution(raw, weights.conv), state)
+        g, beta = gates(b[row, :length], a[row, :length], weights)
+        for t in range(length):
             s, u, o = delta_rule(s, q[t], k[t], v[t], torch.exp(g[t]), beta[t])
             s = round_on_grid(state, s, start + t + 1)
             out[row, t] = gated_rms_norm(o, z[row, t], weights.norm, weights.eps)
-            state.conv[slot, (start + t) % conv_len] = mixed[row, t]
-            index = (start + t) % state.k.shape[1]
-            state.u[slot, index] = u
-            state.k[slot, index] = k[t]
-            state.decay[slot, index] = torch.exp(g[t])
+            if start + t + 1 == target:
+                state.recurrent[slot] = s
+            if committed is None or t >= length - history:
+                state.conv[slot, (start + t) % conv_len] = mixed[row, t]
+            if committed is None or start + t >= target:
+                index = (start + t) % state.k.shape[1]
+                state.u[slot, index] = u
+                state.k[slot, index] = k[t]
+                state.decay[slot, index] = torch.exp(g[t])
     return out
 
 

@@ -21,8 +21,9 @@ from lockstep.kernels.gated_delta_rule import (
 from lockstep.kernels.norm import gated_rms_norm
 from lockstep.kernels.recurrent.cpu import (
     Tokens,
-    Window,
+    WriteStates,
     causal_convolution,
+    open_window,
     rank_one_update,
     replay,
     round_rows,
@@ -60,26 +61,30 @@ def gated_delta_step_cpu(
     starts: Tensor,
     folded: Tensor,
     flush: int = 1,
+    committed: Tensor | None = None,
 ) -> Tensor:
     """Run the window of all rows at once: see gated_delta_rule.gated_delta_step."""
     mixed, z, b, a = (x.transpose(0, 1) for x in (mixed, z, b, a))
-    window = Window(mixed, state, slots, starts, folded, weights.conv.shape[1] - 1)
+    history = weights.conv.shape[1] - 1
+    window = open_window(mixed, state, slots, starts, folded, history, flush, committed)
     q, k, v = _heads(causal_convolution(window.raw, weights.conv), state)
     g, beta = gates(b, a, weights)
-    s = replay(state, slots, starts, folded, window.replayed, flush)
+    s = replay(state, slots, starts, folded, window.replayed, window.written)
     decay = torch.exp(g)
     by_token = (
         split_tokens(x, b.shape[2]) for x in (q, k, v, decay.unsqueeze(-1), beta.unsqueeze(-1))
     )
-    o, u = _step_tokens(state, s, window.first, *by_token)
+    o, u = _step_tokens(state, s, window.first, window.write_states, *by_token)
     window.append(u, k, decay)
-    return gated_rms_norm(o.view(z.shape), z, weights.norm, weights.eps).transpose(0, 1)
+    out = gated_rms_norm(o.view(z.shape), z, weights.norm, weights.eps)
+    return window.clear_padding(out).transpose(0, 1)
 
 
 def _step_tokens(
     state: RecurrentState,
     s: Tensor,
     starts: Sequence[int],
+    write_states: WriteStates,
     q: Tokens,
     k: Tokens,
     v: Tokens,
@@ -88,8 +93,8 @@ def _step_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence token by token, updating s [S, HV, K, V] in place.
 
-    q, k [N, 1, K], v [N, 1, V], decay, beta [N, 1, 1] per token, N = S * HV. Returns o, u [Q * N,
-    1, V].
+    write_states: see Window.write_states. q, k [N, 1, K], v [N, 1, V], decay, beta [N, 1, 1] per
+    token, N = S * HV. Returns o, u [Q * N, 1, V].
     """
     out: list[Tensor] = []
     u: list[Tensor] = []
@@ -100,6 +105,7 @@ def _step_tokens(
         rank_one_update(flat, k_t, u[-1])
         out.append(torch.bmm(q_t, flat))
         round_rows(state, s, [start + t + 1 for start in starts])
+        write_states(s, t)
     return torch.cat(out), torch.cat(u)
 
 

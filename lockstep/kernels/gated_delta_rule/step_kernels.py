@@ -14,7 +14,7 @@ import triton.language as tl
 
 from lockstep.kernels.device.activations import silu_approx
 from lockstep.kernels.device.convolution import convolve_window
-from lockstep.kernels.device.history import wrap_index
+from lockstep.kernels.device.history import window_index
 from lockstep.kernels.device.reductions import pairwise_sum
 from lockstep.kernels.gated_delta_rule.gating import gates
 
@@ -30,9 +30,12 @@ def _key_inputs(
     mixed_ptr, conv_weight_ptr, conv_history_ptr, k_history_ptr, inputs_ptr, head, begin,
     conv_index, history_index, length, conv_len, history_len, stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    BLOCK: tl.constexpr, TOKENS: tl.constexpr, EPS: tl.constexpr,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr, EPS: tl.constexpr, COMMITTED: tl.constexpr,
 ):  # fmt: skip
-    """Compute TOKENS tokens of head `head` of [all q | all k], into inputs and history."""
+    """Compute TOKENS tokens of head `head` of [all q | all k], into inputs and history.
+
+    COMMITTED: save raw inputs of the last R tokens, and no k.
+    """
     C: tl.constexpr = 2 * HK * K + HV * V
     first = head * K
     offs = tl.arange(0, BLOCK)[None, :]
@@ -42,16 +45,18 @@ def _key_inputs(
     )  # fmt: skip
     for n in tl.static_range(TOKENS):
         t = begin + n
-        index = wrap_index(history_index + t, history_len)
-        conv_ptr = conv_history_ptr + wrap_index(conv_index + t, conv_len) * C
+        index = window_index(history_index, t, history_len, COMMITTED)
+        conv_ptr = conv_history_ptr + window_index(conv_index, t, conv_len, COMMITTED) * C
         mask = (offs < K) & (t < length)
         values = _l2_normalize(x[n], EPS)
         if head < HK:
             values *= K**-0.5
-        else:
+        elif not COMMITTED:
             k_ptrs = k_history_ptr + index * (HK * K) + (first - HK * K) + offs
             tl.store(k_ptrs, values, mask=mask)
         tl.store(inputs_ptr + t * (C + 2 * HV) + first + offs, values, mask=mask)
+        if COMMITTED:
+            mask = mask & (t >= length - R)
         tl.store(conv_ptr + first + offs, raw[R + n], mask=mask)
 
 
@@ -60,9 +65,12 @@ def _value_inputs(
     mixed_ptr, conv_weight_ptr, conv_history_ptr, inputs_ptr, head, begin, conv_index, length,
     conv_len, stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr, COMMITTED: tl.constexpr,
 ):  # fmt: skip
-    """Compute TOKENS tokens of value head `head`, into inputs; save their raw inputs."""
+    """Compute TOKENS tokens of value head `head`, into inputs; save their raw inputs.
+
+    COMMITTED: save raw inputs of the last R tokens.
+    """
     C: tl.constexpr = 2 * HK * K + HV * V
     first = 2 * HK * K + head * V
     offs = tl.arange(0, BLOCK)[None, :]
@@ -72,24 +80,31 @@ def _value_inputs(
     )  # fmt: skip
     for n in tl.static_range(TOKENS):
         t = begin + n
-        conv_ptr = conv_history_ptr + wrap_index(conv_index + t, conv_len) * C
+        conv_ptr = conv_history_ptr + window_index(conv_index, t, conv_len, COMMITTED) * C
         mask = (offs < V) & (t < length)
         tl.store(inputs_ptr + t * (C + 2 * HV) + first + offs, x[n], mask=mask)
+        if COMMITTED:
+            mask = mask & (t >= length - R)
         tl.store(conv_ptr + first + offs, raw[R + n], mask=mask)
 
 
 @triton.jit(
     do_not_specialize=["length", "conv_len", "history_len", "b_stride", "a_stride"],
-    do_not_specialize_on_alignment=["b_ptr", "a_ptr", "slots_ptr", "starts_ptr"],
+    do_not_specialize_on_alignment=["b_ptr", "a_ptr", "slots_ptr", "starts_ptr", "committed_ptr"],
 )
 def step_inputs_kernel(
     mixed_ptr, b_ptr, a_ptr, conv_weight_ptr, a_log_ptr, dt_bias_ptr, conv_history_ptr,
-    k_history_ptr, decay_history_ptr, slots_ptr, starts_ptr, inputs_ptr,
+    k_history_ptr, decay_history_ptr, slots_ptr, starts_ptr, committed_ptr, inputs_ptr,
     length, conv_len, history_len, stride, b_stride, a_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr, L2_EPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the window's inputs of one (row, head of q, k or v); for a value head also gates."""
+    """Compute the window's inputs of one (row, head of q, k or v); for a value head also gates.
+
+    committed [S]: tokens of each window that are certain to stay. Only these are computed, and k
+    and decay are left to save_tokens_kernel. None: all are.
+    """
+    COMMITTED: tl.constexpr = committed_ptr is not None
     C: tl.constexpr = 2 * HK * K + HV * V
     WIDTH: tl.constexpr = C + 2 * HV
     row = tl.program_id(0).to(tl.int64)
@@ -103,14 +118,19 @@ def step_inputs_kernel(
     conv_history_ptr += slot * conv_len * C
     k_history_ptr += slot * history_len * (HK * K)
     inputs_ptr += token * WIDTH
+    if COMMITTED:
+        length = tl.load(committed_ptr + row).to(tl.int32)
     # Writing the history while other tokens read it is safe: conv_len is window + R, so the new
-    # tokens of a window never replace the R raw inputs before it.
+    # tokens of a window never replace the R raw inputs before it. A committed window may be longer:
+    # it replaces an input only after the last iteration that reads it. Token t takes the entry of
+    # the j-th input before the window if t + j = conv_len > R, and j <= R - begin is read from
+    # there, so t > begin.
     for begin in range(0, length, TOKENS):
         if head < 2 * HK:
             _key_inputs(
                 mixed_ptr, conv_weight_ptr, conv_history_ptr, k_history_ptr, inputs_ptr, head,
                 begin, conv_index, history_index, length, conv_len, history_len, stride,
-                HK, HV, K, V, R, BLOCK_K, TOKENS, L2_EPS,
+                HK, HV, K, V, R, BLOCK_K, TOKENS, L2_EPS, COMMITTED,
             )  # fmt: skip
         else:
             v_head = head - 2 * HK
@@ -120,26 +140,34 @@ def step_inputs_kernel(
             raw_b = tl.load(b_ptr + (token + t) * b_stride + v_head, mask=token_mask, other=0.0)
             _value_inputs(
                 mixed_ptr, conv_weight_ptr, conv_history_ptr, inputs_ptr, v_head, begin, conv_index,
-                length, conv_len, stride, HK, HV, K, V, R, BLOCK_V, TOKENS,
+                length, conv_len, stride, HK, HV, K, V, R, BLOCK_V, TOKENS, COMMITTED,
             )  # fmt: skip
             g, beta = gates(
                 raw_a, raw_b, tl.load(a_log_ptr + v_head), tl.load(dt_bias_ptr + v_head)
             )
             decay = tl.exp(g)
-            index = wrap_index(history_index + t, history_len)
+            index = window_index(history_index, t, history_len, COMMITTED)
             gate_ptrs = inputs_ptr + C + 2 * v_head + t * WIDTH
             tl.store(gate_ptrs, decay, mask=token_mask)
             tl.store(gate_ptrs + 1, beta, mask=token_mask)
-            decay_ptrs = decay_history_ptr + slot * history_len * HV + v_head + index * HV
-            tl.store(decay_ptrs, decay, mask=token_mask)
+            if not COMMITTED:
+                decay_ptrs = decay_history_ptr + slot * history_len * HV + v_head + index * HV
+                tl.store(decay_ptrs, decay, mask=token_mask)
 
 
-@triton.jit(do_not_specialize=["heads", "eps"])
+@triton.jit(
+    do_not_specialize=["heads", "eps", "length"],
+    do_not_specialize_on_alignment=["committed_ptr"],
+)
 def gated_norm_kernel(
-    o_ptr, z_ptr, norm_ptr, out_ptr, heads, z_stride, eps,
+    o_ptr, z_ptr, norm_ptr, out_ptr, committed_ptr, heads, z_stride, eps, length,
     HV: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Norm HEADS of `heads` outputs: o / rms(o) * norm * silu(z). See gated_rms_norm."""
+    """Norm HEADS of `heads` outputs: o / rms(o) * norm * silu(z). See gated_rms_norm.
+
+    committed [S]: tokens of each window of `length` that are certain to stay; the outputs of the
+    others are zeros. None, as length is then: all tokens have an output.
+    """
     n = (tl.program_id(0) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None, None]
     offs_v = tl.arange(0, BLOCK_V)[None, None, :]
     mask = (n < heads) & (offs_v < V)
@@ -148,4 +176,9 @@ def gated_norm_kernel(
     x = tl.load(o_ptr + n * V + offs_v, mask=mask, other=0.0)
     squares = pairwise_sum(tl.reshape(x * x, (HEADS, BLOCK_V)))[:, None, None]
     x = x * tl.rsqrt(squares / V + eps) * weight * silu_approx(gate.to(tl.float32))
+    if committed_ptr is not None:
+        token = n // HV
+        count = tl.load(committed_ptr + token // length, mask=n < heads, other=0)
+        # A select: o was not written and z may hold anything, NaN too.
+        x = tl.where(token % length < count, x, 0.0)
     tl.store(out_ptr + n * V + offs_v, x.to(out_ptr.dtype.element_ty), mask=mask)

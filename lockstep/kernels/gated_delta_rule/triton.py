@@ -87,6 +87,7 @@ def gated_delta_step_triton(
     starts: Tensor,
     folded: Tensor,
     flush: int = 1,
+    committed: Tensor | None = None,
 ) -> Tensor:
     """Run the window in three kernels: see lockstep.kernels.gated_delta_rule.gated_delta_step."""
     rows, length, channels = mixed.shape
@@ -107,15 +108,16 @@ def gated_delta_step_triton(
     blocks = block_sizes(sizes, MAX_DIM)
     step_inputs_kernel[(rows, 2 * hk + hv)](
         mixed, b, a, conv_weight, weights.a_log, weights.dt_bias, state.conv, state.k, state.decay,
-        slots, starts, inputs, length, state.conv.shape[1], history_len, mixed.stride(0),
+        slots, starts, committed, inputs, length, state.conv.shape[1], history_len, mixed.stride(0),
         b.stride(0), a.stride(0),
         **sizes, **blocks, R=len(conv_weight) - 1, L2_EPS=L2_EPS,
         TOKENS=min(MAX_TOKENS, triton.next_power_of_2(length)),
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
-    launch_recurrent_step(state, inputs, o, slots, starts, folded, flush)
+    launch_recurrent_step(state, inputs, o, slots, starts, folded, flush, committed)
     gated_norm_kernel[(triton.cdiv(rows * length * hv, HEADS),)](
-        o, z, weights.norm, out, rows * length * hv, z.stride(0), weights.eps,
+        o, z, weights.norm, out, committed, rows * length * hv, z.stride(0), weights.eps,
+        None if committed is None else length,
         HV=hv, V=v, BLOCK_V=blocks["BLOCK_V"], HEADS=HEADS,
         num_warps=NORM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip

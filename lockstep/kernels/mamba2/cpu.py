@@ -15,8 +15,9 @@ from lockstep.kernels.mamba2 import (
 )
 from lockstep.kernels.recurrent.cpu import (
     Tokens,
-    Window,
+    WriteStates,
     causal_convolution,
+    open_window,
     rank_one_update,
     replay,
     round_rows,
@@ -38,26 +39,30 @@ def mamba2_step_cpu(
     starts: Tensor,
     folded: Tensor,
     flush: int = 1,
+    committed: Tensor | None = None,
 ) -> Tensor:
     """Run the window of all rows at once: see lockstep.kernels.mamba2.mamba2_step."""
     mixed = mixed.transpose(0, 1)
     dt = dt.transpose(0, 1)
-    window = Window(mixed, state, slots, starts, folded, weights.conv.shape[1] - 1)
+    history = weights.conv.shape[1] - 1
+    window = open_window(mixed, state, slots, starts, folded, history, flush, committed)
     x, b, c = heads_of(causal_convolution(window.raw, weights.conv, weights.conv_bias), state)
     step, g = discretize(dt, weights)
-    s = replay(state, slots, starts, folded, window.replayed, flush)
+    s = replay(state, slots, starts, folded, window.replayed, window.written)
     u = x * step[..., None]
     decay = torch.exp(g)
     by_token = (split_tokens(t, dt.shape[2]) for t in (b, c, u, decay[..., None]))
-    y = _step_tokens(state, s, window.first, *by_token)
+    y = _step_tokens(state, s, window.first, window.write_states, *by_token)
     window.append(u, b, decay)
-    return y.view(x.shape).add_(weights.d[:, None] * x).transpose(0, 1)
+    out = y.view(x.shape).add_(weights.d[:, None] * x)
+    return window.clear_padding(out).transpose(0, 1)
 
 
 def _step_tokens(
     state: RecurrentState,
     s: Tensor,
     starts: Sequence[int],
+    write_states: WriteStates,
     b: Tokens,
     c: Tokens,
     u: Tokens,
@@ -65,7 +70,8 @@ def _step_tokens(
 ) -> Tensor:
     """Run the recurrence token by token, updating s [S, H, N, P] in place.
 
-    b, c [S * H, 1, N], u [S * H, 1, P], decay [S * H, 1, 1] per token. Returns y [Q * S * H, 1, P].
+    write_states: see Window.write_states. b, c [S * H, 1, N], u [S * H, 1, P], decay [S * H, 1, 1]
+    per token. Returns y [Q * S * H, 1, P].
     """
     out: list[Tensor] = []
     flat = s.flatten(0, 1)
@@ -74,6 +80,7 @@ def _step_tokens(
         rank_one_update(flat, b_t, u_t)
         out.append(torch.bmm(c_t, flat))
         round_rows(state, s, [start + t + 1 for start in starts])
+        write_states(s, t)
     return torch.cat(out)
 
 

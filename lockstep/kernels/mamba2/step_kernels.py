@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.device.convolution import convolve_window
-from lockstep.kernels.device.history import wrap_index
+from lockstep.kernels.device.history import window_index
 from lockstep.kernels.mamba2.discretization import discretize
 
 
@@ -18,11 +18,12 @@ def _channel_inputs(
     mixed_ptr, conv_weight_ptr, bias_ptr, conv_history_ptr, inputs_ptr, history_ptr, channel, width,
     begin, conv_index, history_index, length, conv_len, history_len, stride, history_stride,
     C: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr, COMMITTED: tl.constexpr,
 ):  # fmt: skip
     """Compute TOKENS tokens of `width` channels from `channel` on, into inputs.
 
-    Saves their raw inputs, and the results too if history_ptr is not None.
+    Saves their raw inputs, and the results too if history_ptr is not None. COMMITTED: saves raw
+    inputs of the last R tokens, and no results.
     """
     offs = tl.arange(0, BLOCK)[None, :]
     x, raw = convolve_window(
@@ -31,22 +32,24 @@ def _channel_inputs(
     )  # fmt: skip
     for n in tl.static_range(TOKENS):
         t = begin + n
-        index = wrap_index(history_index + t, history_len)
-        conv_ptr = conv_history_ptr + wrap_index(conv_index + t, conv_len) * C
+        index = window_index(history_index, t, history_len, COMMITTED)
+        conv_ptr = conv_history_ptr + window_index(conv_index, t, conv_len, COMMITTED) * C
         mask = (offs < width) & (t < length)
-        if history_ptr is not None:
+        if history_ptr is not None and not COMMITTED:
             tl.store(history_ptr + index * history_stride + offs, x[n], mask=mask)
         tl.store(inputs_ptr + t * WIDTH + offs, x[n], mask=mask)
+        if COMMITTED:
+            mask = mask & (t >= length - R)
         tl.store(conv_ptr + channel + offs, raw[R + n], mask=mask)
 
 
 @triton.jit(
     do_not_specialize=["length", "conv_len", "history_len", "dt_stride", "dt_min", "dt_max"],
-    do_not_specialize_on_alignment=["dt_ptr", "slots_ptr", "starts_ptr"],
+    do_not_specialize_on_alignment=["dt_ptr", "slots_ptr", "starts_ptr", "committed_ptr"],
 )
 def step_inputs_kernel(
     mixed_ptr, dt_ptr, conv_weight_ptr, bias_ptr, a_log_ptr, dt_bias_ptr, conv_history_ptr,
-    k_history_ptr, decay_history_ptr, slots_ptr, starts_ptr, inputs_ptr,
+    k_history_ptr, decay_history_ptr, slots_ptr, starts_ptr, committed_ptr, inputs_ptr,
     length, conv_len, history_len, stride, dt_stride, dt_min, dt_max,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr,
@@ -55,7 +58,10 @@ def step_inputs_kernel(
 
     inputs [S * Q, C + 2 HV] fp32: all C, all B, all x, then (decay, time step) of each head, in the
     order that recurrent_step_kernel reads: C is its q, B its k, x its v, the time step its beta.
+    committed [S]: tokens of each window that are certain to stay. Only these are computed, and B
+    and decay are left to save_tokens_kernel. None: all are.
     """
+    COMMITTED: tl.constexpr = committed_ptr is not None
     C: tl.constexpr = 2 * HK * K + HV * V
     WIDTH: tl.constexpr = C + 2 * HV
     row = tl.program_id(0).to(tl.int64)
@@ -69,20 +75,23 @@ def step_inputs_kernel(
     conv_history_ptr += slot * conv_len * C
     k_history_ptr += slot * history_len * (HK * K)
     inputs_ptr += token * WIDTH
+    if COMMITTED:
+        # A window longer than the history of raw inputs: see step_inputs_kernel of the delta rule.
+        length = tl.load(committed_ptr + row).to(tl.int32)
     # Channels of mixed are ordered [x | B | C]; those of inputs [C | B | x].
     for begin in range(0, length, TOKENS):
         if unit < HK:
             _channel_inputs(
                 mixed_ptr, conv_weight_ptr, bias_ptr, conv_history_ptr, inputs_ptr + unit * K, None,
                 HV * V + (HK + unit) * K, K, begin, conv_index, history_index, length, conv_len,
-                history_len, stride, 0, C, WIDTH, R, BLOCK_K, TOKENS,
+                history_len, stride, 0, C, WIDTH, R, BLOCK_K, TOKENS, COMMITTED,
             )  # fmt: skip
         elif unit < 2 * HK:
             g = unit - HK
             _channel_inputs(
                 mixed_ptr, conv_weight_ptr, bias_ptr, conv_history_ptr, inputs_ptr + unit * K,
                 k_history_ptr + g * K, HV * V + g * K, K, begin, conv_index, history_index, length,
-                conv_len, history_len, stride, HK * K, C, WIDTH, R, BLOCK_K, TOKENS,
+                conv_len, history_len, stride, HK * K, C, WIDTH, R, BLOCK_K, TOKENS, COMMITTED,
             )  # fmt: skip
         else:
             head = unit - 2 * HK
@@ -93,15 +102,16 @@ def step_inputs_kernel(
                 mixed_ptr, conv_weight_ptr, bias_ptr, conv_history_ptr,
                 inputs_ptr + 2 * HK * K + head * V, None, head * V, V, begin, conv_index,
                 history_index, length, conv_len, history_len, stride, 0, C, WIDTH, R, BLOCK_V,
-                TOKENS,
+                TOKENS, COMMITTED,
             )  # fmt: skip
             dt, log_decay = discretize(
                 raw, tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head), dt_min, dt_max
             )
             decay = tl.exp(log_decay)
-            index = wrap_index(history_index + t, history_len)
+            index = window_index(history_index, t, history_len, COMMITTED)
             gate_ptrs = inputs_ptr + C + 2 * head + t * WIDTH
             tl.store(gate_ptrs, decay, mask=token_mask)
             tl.store(gate_ptrs + 1, dt, mask=token_mask)
-            decay_ptrs = decay_history_ptr + slot * history_len * HV + head + index * HV
-            tl.store(decay_ptrs, decay, mask=token_mask)
+            if not COMMITTED:
+                decay_ptrs = decay_history_ptr + slot * history_len * HV + head + index * HV
+                tl.store(decay_ptrs, decay, mask=token_mask)

@@ -68,12 +68,15 @@ def mamba2_step_triton(
     starts: Tensor,
     folded: Tensor,
     flush: int = 1,
+    committed: Tensor | None = None,
 ) -> Tensor:
     """Run the window in two kernels: see lockstep.kernels.mamba2.mamba2_step."""
     rows, length, channels = mixed.shape
     sizes = head_sizes(state)
     groups, heads, _, p = state.sizes()
-    out = torch.empty(rows, length, heads, p, dtype=torch.float32, device=mixed.device)
+    # The recurrence writes the outputs of committed tokens alone; those of padding are zeros.
+    create = torch.empty if committed is None else torch.zeros
+    out = create(rows, length, heads, p, dtype=torch.float32, device=mixed.device)
     if not out.numel():
         return out
     mixed = flatten_tokens(mixed)
@@ -82,14 +85,14 @@ def mamba2_step_triton(
     inputs = out.new_empty(rows, length, channels + 2 * heads)
     step_inputs_kernel[(rows, 2 * groups + heads)](
         mixed, dt, conv_weight, weights.conv_bias, weights.a_log, weights.dt_bias, state.conv,
-        state.k, state.decay, slots, starts, inputs, length, state.conv.shape[1], state.k.shape[1],
-        mixed.stride(0), dt.stride(0), weights.dt_min, weights.dt_max, **sizes,
+        state.k, state.decay, slots, starts, committed, inputs, length, state.conv.shape[1],
+        state.k.shape[1], mixed.stride(0), dt.stride(0), weights.dt_min, weights.dt_max, **sizes,
         **block_sizes(sizes, MAX_DIM),
         R=len(conv_weight) - 1, TOKENS=min(MAX_TOKENS, triton.next_power_of_2(length)),
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     launch_recurrent_step(
-        state, inputs, out, slots, starts, folded, flush, weights.d, delta_rule=False
+        state, inputs, out, slots, starts, folded, flush, committed, weights.d, delta_rule=False
     )
     return out
 

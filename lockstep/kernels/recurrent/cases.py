@@ -10,6 +10,9 @@ from torch import Tensor
 from lockstep.kernels.recurrent.history import history_length, max_replayed, state_grid
 from lockstep.kernels.recurrent.state import RecurrentState
 
+COMMITTED = (24, 1, 17, 4, 2)
+"""Committed tokens of each row of step_rows in windows of 24 tokens."""
+
 
 @dataclass(frozen=True)
 class Dims:
@@ -126,15 +129,34 @@ Weights = Callable[[Dims, torch.dtype, int], Any]
 """Generator of a layer's weights from dims, dtype and seed."""
 
 
+def committed_inputs(
+    inputs: Raw, dims: Dims, length: int, committed: Sequence[int], dtype: torch.dtype, seed: int
+) -> dict[str, Tensor]:
+    """Return inputs of windows of `length` tokens, with NaN in padding tokens, and `committed`."""
+    raw = inputs(dims, (len(committed), length), dtype, seed)
+    for x in raw.values():
+        for row, count in enumerate(committed):
+            x[row, count:] = float("nan")
+    return dict(**raw, committed=torch.tensor(committed, dtype=torch.int32))
+
+
 def step_cases(
     inputs: Raw, weights: Weights, dtype: torch.dtype, layers: Sequence[Dims]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name, arguments on the CPU) of a recurrent-form op: see step_rows."""
+    """Yield (name, arguments on the CPU) of a recurrent-form op: see step_rows.
+
+    The last cases are committed windows of the first two layers, longer than the histories.
+    """
     for i, dims in enumerate(layers):
         for length in (1, dims.w):
             rows = step_rows(dims, dtype, i)
             raw = inputs(dims, (len(rows["slots"]), length), dtype, i)
-            yield f"{dims}, Q={length}", dict(**raw, weights=weights(dims, dtype, i), **rows)
+            layer = weights(dims, dtype, i)
+            yield f"{dims}, Q={length}", dict(**raw, weights=layer, **rows, committed=None)
+    for i, dims in enumerate(layers[:2]):
+        raw = committed_inputs(inputs, dims, COMMITTED[0], COMMITTED, dtype, i)
+        arguments = dict(**raw, weights=weights(dims, dtype, i), **step_rows(dims, dtype, i))
+        yield f"{dims}, Q={COMMITTED[0]} committed", arguments
 
 
 def chunk_cases(

@@ -3,7 +3,7 @@
 On a CPU the number of torch calls costs more than their arithmetic.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -17,6 +17,8 @@ from lockstep.step import GRID
 
 Tokens = tuple[Tensor, ...]
 """A tensor for each token of a window."""
+WriteStates = Callable[[Tensor, int], None]
+"""Window.write_states of a window."""
 
 
 @lru_cache(maxsize=64)
@@ -32,12 +34,33 @@ def flat_indices(
     return torch.tensor([s * length + (p + i) % length for i in offsets for s, p in rows])
 
 
+@lru_cache(maxsize=64)
+def span_indices(
+    length: int,
+    slots: tuple[int, ...],
+    starts: tuple[int, ...],
+    begins: tuple[int, ...],
+    ends: tuple[int, ...],
+) -> tuple[Tensor, Tensor]:
+    """Return the indices of tokens begins .. ends - 1 of each row's window.
+
+    The first indices are those in a window [Q, S, ...].flatten(0, 1), the second those in
+    history.flatten(0, 1) of `length` entries. slots, starts: see flat_indices.
+    """
+    rows = list(enumerate(zip(slots, starts, begins, ends, strict=True)))
+    spans = [(row, s, p, t) for row, (s, p, begin, end) in rows for t in range(begin, end)]
+    source = [t * len(slots) + row for row, _, _, t in spans]
+    target = [s * length + (p + t) % length for _, s, p, t in spans]
+    return torch.tensor(source, dtype=torch.int64), torch.tensor(target, dtype=torch.int64)
+
+
 class Window:
     """Window of generated tokens, mixed [Q, S, C], with the history of its rows.
 
     raw [R + Q, S, C]: raw inputs, R of them before the window. first: position of each row's first
     token. replayed: flat indices, in the histories of u, k and decay, of the tokens to replay: for
-    every row the largest number that a row's state lacks.
+    every row the largest number that a row's state lacks. written [S]: tokens that the states in
+    memory include after replay.
     """
 
     def __init__(
@@ -48,6 +71,7 @@ class Window:
         starts: Tensor,
         folded: Tensor,
         history: int,
+        flush: int,
     ) -> None:
         length, rows, channels = mixed.shape
         row_slots = tuple(slots.tolist())
@@ -55,6 +79,7 @@ class Window:
         self.mixed = mixed
         self.state = state
         self.first: tuple[int, ...] = tuple(starts.tolist())
+        self.written = next_folded(starts, folded, flush, state.grid)
         indices = flat_indices(state.k.shape[1], row_slots, self.first, range(-max_count, length))
         self.replayed, self.indices = indices.tensor_split((max_count * rows,))
         raw_indices = flat_indices(
@@ -71,6 +96,83 @@ class Window:
         state.conv.flatten(0, 1).index_copy_(0, self.raw_indices, raw)
         for part, x in ((state.u, u), (state.k, k), (state.decay, decay)):
             part.flatten(0, 1).index_copy_(0, self.indices, x.reshape(-1, *part.shape[2:]))
+
+    def write_states(self, s: Tensor, t: int) -> None:
+        """Write the states s [S, HV, K, V] that are due after token t of the window: none here."""
+
+    def clear_padding(self, out: Tensor) -> Tensor:
+        """Fill the results [Q, S, ...] of padding tokens with zeros: there are none here."""
+        return out
+
+
+class CommittedWindow(Window):
+    """Window whose first `committed` tokens of each row are certain to stay; the rest is padding.
+
+    It may be longer than the histories. Padding tokens are computed like the others: nothing that
+    they change is kept.
+    """
+
+    def __init__(
+        self,
+        mixed: Tensor,
+        state: RecurrentState,
+        slots: Tensor,
+        starts: Tensor,
+        folded: Tensor,
+        history: int,
+        committed: Tensor,
+    ) -> None:
+        super().__init__(mixed, state, slots, starts, folded, history, flush=1)
+        target = next_folded(starts + committed, folded, 1, state.grid)
+        # Replay writes a state whose last token is before the window, write_states the others.
+        self.written = torch.where(target <= starts, target, folded)
+        self.slots: tuple[int, ...] = tuple(slots.tolist())
+        self.ends: tuple[int, ...] = tuple(committed.tolist())
+        self.padding = torch.arange(len(mixed))[:, None] >= committed
+        targets = (target - starts).tolist()
+        self.due: dict[int, list[int]] = {}
+        for row, count in enumerate(targets):
+            self.due.setdefault(count - 1, []).append(row)
+        self.raw_begins = tuple(max(0, end - history) for end in self.ends)
+        self.begins = tuple(max(0, count) for count in targets)
+
+    def append(self, u: Tensor, k: Tensor, decay: Tensor) -> None:
+        """Append what later steps read: the last raw inputs, and tokens that states lack."""
+        state = self.state
+        self._save(state.conv, self.mixed, self.raw_begins)
+        for part, x in ((state.u, u), (state.k, k), (state.decay, decay)):
+            self._save(part, x, self.begins)
+
+    def _save(self, part: Tensor, x: Tensor, begins: tuple[int, ...]) -> None:
+        """Save the committed tokens of x [Q, S, ...] from `begins` on to a history."""
+        source, target = span_indices(part.shape[1], self.slots, self.first, begins, self.ends)
+        if len(source):
+            values = x.reshape(-1, *part.shape[2:]).index_select(0, source)
+            part.flatten(0, 1).index_copy_(0, target, values)
+
+    def write_states(self, s: Tensor, t: int) -> None:
+        """Write the states s [S, HV, K, V] that are due after token t of the window."""
+        for row in self.due.get(t, ()):
+            self.state.recurrent[self.slots[row]] = s[row]
+
+    def clear_padding(self, out: Tensor) -> Tensor:
+        """Fill the results [Q, S, ...] of padding tokens with zeros, in place."""
+        return out.masked_fill_(self.padding.view(*self.padding.shape, *[1] * (out.dim() - 2)), 0.0)
+
+
+def open_window(
+    mixed: Tensor,
+    state: RecurrentState,
+    slots: Tensor,
+    starts: Tensor,
+    folded: Tensor,
+    history: int,
+    flush: int,
+    committed: Tensor | None,
+) -> Window:
+    """Return the window of a step's arguments, mixed [Q, S, C]. history: R."""
+    where = (mixed, state, slots, starts, folded, history)
+    return Window(*where, flush) if committed is None else CommittedWindow(*where, committed)
 
 
 def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -120,16 +222,16 @@ def replay(
     starts: Tensor,
     folded: Tensor,
     indices: Tensor,
-    flush: int,
+    written: Tensor,
 ) -> Tensor:
-    """Replay tokens folded .. starts - 1 into the rows' states; write them as next_folded says.
+    """Replay tokens folded .. starts - 1 into the rows' states, and write them to memory.
 
-    indices: flat indices of these tokens in the histories (Window.replayed). Returns a copy of the
-    states [S, HV, K, V] in fp32.
+    indices: flat indices of these tokens in the histories (Window.replayed). written [S]: the state
+    is written as of this many tokens if that is more than folded. Returns a copy of the states
+    [S, HV, K, V] in fp32.
     """
     rows = len(slots)
     heads = state.recurrent.shape[1]
-    written = next_folded(starts, folded, flush, state.grid)
     due = written > folded
     # A single row is replayed in place, in memory: one copy less.
     in_place = rows == 1 and state.grid == 1 and bool(due)

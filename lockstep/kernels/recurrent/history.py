@@ -49,6 +49,20 @@ def next_folded(starts: Tensor, folded: Tensor, flush: int, grid: int) -> Tensor
     return torch.where((starts - folded >= flush) & (last > folded), last, folded)
 
 
+def folded_after(
+    starts: Tensor, folded: Tensor, flush: int, grid: int, committed: Tensor | None
+) -> Tensor:
+    """Return `folded` after a generated step, some of whose tokens may be committed already.
+
+    committed: number of leading tokens of each window that are certain to stay; None: next_folded
+    says it. With committed, the step also writes states inside of its window, and `flush` is not
+    read: the state lacks only the tokens after the last multiple of the grid.
+    """
+    if committed is None:
+        return next_folded(starts, folded, flush, grid)
+    return next_folded(starts + committed, folded, 1, grid)
+
+
 def past_indices(position: int, count: int, length: int) -> Tensor:
     """Return the int64 indices of the `count` tokens before `position` in a history of `length`."""
     return torch.arange(position - count, position) % length

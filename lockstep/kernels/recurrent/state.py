@@ -82,6 +82,21 @@ def replay(state: RecurrentState, slot: int, s: Tensor, first: int, end: int) ->
     return s
 
 
+def replay_and_write(
+    state: RecurrentState, slot: int, folded: int, start: int, target: int
+) -> Tensor:
+    """Replay the row's tokens folded .. start - 1, and write the state as of `target` tokens.
+
+    Nothing is written if target is `folded`, or if it is a token of the window (target > start).
+    Returns the state after token start - 1 in fp32.
+    """
+    point = min(target, start)
+    s = replay(state, slot, state.recurrent[slot].float(), folded, point)
+    if folded < target <= start:
+        state.recurrent[slot] = s
+    return replay(state, slot, s, point, start)
+
+
 def round_on_grid(state: RecurrentState, s: Tensor, tokens: int) -> Tensor:
     """Round a row's state s after `tokens` tokens if that is a multiple of the state's grid."""
     return state.rounded(s) if tokens % state.grid == 0 else s

@@ -5,7 +5,7 @@ import triton
 from torch import Tensor
 
 from lockstep.kernels.recurrent.state import RecurrentState
-from lockstep.kernels.recurrent.step_kernel import recurrent_step_kernel
+from lockstep.kernels.recurrent.step_kernel import recurrent_step_kernel, save_tokens_kernel
 
 MAX_DIM = 128
 """Maximum key and value dim: up to it, a CTA's part of a state fits into registers."""
@@ -82,10 +82,15 @@ def launch_recurrent_step(
     starts: Tensor,
     folded: Tensor,
     flush: int,
+    committed: Tensor | None,
     d: Tensor | None = None,
     delta_rule: bool = True,
 ) -> None:
-    """Step windows of inputs [S, Q, ...] into out [S, Q, HV, V] fp32: see recurrent_step_kernel."""
+    """Step windows of inputs [S, Q, ...] into out [S, Q, HV, V] fp32: see recurrent_step_kernel.
+
+    committed [S]: tokens of each window that are certain to stay; outputs of the others are not
+    written. None: any token may be rejected.
+    """
     rows, length, hv, v = out.shape
     sizes = head_sizes(state)
     layout = register_layout(sizes)
@@ -95,8 +100,15 @@ def launch_recurrent_step(
     adjacent = adjacent_ctas(v, columns, state.recurrent.itemsize)
     recurrent_step_kernel[(rows * hv * adjacent, triton.cdiv(v, columns) // adjacent)](
         state.recurrent, state.u, state.k, state.decay, slots, starts, folded, inputs, out, d,
-        length, state.k.shape[1], flush, **sizes, **layout,
+        committed, length, state.k.shape[1], flush, **sizes, **layout,
         PREFETCH=PREFETCH if length <= PREFETCH else 2 * PREFETCH, SECTOR=SECTOR,
         STATE_GRID=state.grid, DELTA_RULE=delta_rule, ADJACENT_CTAS=adjacent, num_warps=warps,
         maxnreg=MAX_REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
+    if committed is not None and state.grid > 1:
+        # The written state lacks the tokens after the last multiple of its grid. In fp32: none.
+        save_tokens_kernel[(rows, min(length, state.grid - 1))](
+            inputs, state.k, state.decay, slots, starts, folded, committed, length,
+            state.k.shape[1], **sizes, BLOCK_K=triton.next_power_of_2(sizes["HK"] * sizes["K"]),
+            BLOCK_HV=triton.next_power_of_2(hv), STATE_GRID=state.grid,
+        )  # fmt: skip

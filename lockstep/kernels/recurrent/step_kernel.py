@@ -4,7 +4,8 @@
 recurrent_step_kernel reads the state once and writes it at most once. It keeps some columns of a
 head's state in registers, replays the tokens that the state lacks from the history, writes the
 state if that is due, and steps through the new tokens. Window length, history length, replayed
-tokens and flush interval are run-time values.
+tokens and flush interval are run-time values. Windows whose first tokens are certain to stay have a
+binary of their own: it writes the state inside of the window, and save_tokens_kernel follows it.
 
 A state is a tuple of SLICES tiles [K_LANES, WARPS, COLUMNS]. A warp owns COLUMNS columns (of V) and
 all of K, so a sum over K needs no exchange between warps. Slice r is rows r * K_LANES up to
@@ -86,6 +87,13 @@ def _store_slices(ptrs, state, lane, in_v, K: tl.constexpr, V: tl.constexpr):
         mask = (lane + r * K_LANES < K) & in_v
         new = state[r].to(ptrs.dtype.element_ty)
         tl.store(ptrs + r * (K_LANES * V), new, mask=mask)
+
+
+@triton.jit
+def _write_if_due(state, state_ptrs, tokens, written, lane, in_v, K: tl.constexpr, V: tl.constexpr):
+    """Store the state if it is the one after `written` tokens."""
+    if tokens == written:
+        _store_slices(state_ptrs, state, lane, in_v, K, V)
 
 
 @triton.jit
@@ -180,15 +188,15 @@ def _replay(
 @triton.jit
 def _replay_and_write(
     state, state_ptrs, k_history_ptr, u_history_ptr, decay_history_ptr, lane, offs_v, in_v,
-    history_index, folded, start, history_len, flush,
+    history_index, folded, start, history_len, written,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    STATE_GRID: tl.constexpr,
+    STATE_GRID: tl.constexpr, COMMITTED: tl.constexpr,
 ):  # fmt: skip
-    """Replay tokens folded .. start - 1 from the history; write the state if next_folded is larger.
+    """Replay tokens folded .. start - 1 from the history; write the state if `written` is larger.
 
     A 16-bit state is replayed from one multiple of STATE_GRID to the next and rounded there.
+    COMMITTED: `written` may be a token of the window, as it always is for an fp32 state.
     """
-    written = next_folded(start, folded, flush, STATE_GRID)
     if STATE_GRID == 1:
         count = start - folded
         history_index = wrap_index(history_index - count, history_len)
@@ -196,8 +204,9 @@ def _replay_and_write(
             state, k_history_ptr, u_history_ptr, decay_history_ptr, lane, offs_v, in_v,
             history_index, count, history_len, HK, HV, K, V,
         )  # fmt: skip
-        if written > folded:
-            _store_slices(state_ptrs, state, lane, in_v, K, V)
+        if not COMMITTED:
+            if written > folded:
+                _store_slices(state_ptrs, state, lane, in_v, K, V)
     else:
         # Rounding points are absolute positions. So the bits do not depend on which step replays.
         for point in range(folded // STATE_GRID, tl.cdiv(start, STATE_GRID)):
@@ -218,13 +227,15 @@ def _replay_and_write(
 @triton.jit
 def _step_through_window(
     state, q_ptr, k_ptr, v_ptr, gates_ptr, width, out_ptr, u_history_ptr, lane, offs_v, in_v,
-    history_index, start, length, history_len, d,
+    history_index, start, length, history_len, d, state_ptrs, written,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     STATE_GRID: tl.constexpr, DTYPE: tl.constexpr, DELTA_RULE: tl.constexpr,
+    COMMITTED: tl.constexpr,
 ):  # fmt: skip
     """Step through the new tokens one after another: store their outputs, and u to the history.
 
-    gates_ptr: (decay, beta) of each token. d: the head's skip weight D, or None.
+    gates_ptr: (decay, beta) of each token. d: the head's skip weight D, or None. COMMITTED: write
+    the state as of `written` tokens, and store u only of the tokens after them.
     """
     K_LANES: tl.constexpr = lane.shape[0]
     SLICES: tl.constexpr = len(state)
@@ -253,20 +264,26 @@ def _step_through_window(
         if d is not None:
             o += skip
         _store_columns(out_ptrs, o, lane, in_v)
-        _store_columns(u_history_ptr + history_index * (HV * V) + offs_v, u, lane, in_v)
+        # A committed window may wrap around the history: only entries that stay are stored.
+        u_mask = in_v & (start + t >= written) if COMMITTED else in_v
+        _store_columns(u_history_ptr + history_index * (HV * V) + offs_v, u, lane, u_mask)
         if STATE_GRID > 1:
             if (start + t + 1) % STATE_GRID == 0:
                 state = _round_state(state, DTYPE)
+                if COMMITTED:
+                    _write_if_due(state, state_ptrs, start + t + 1, written, lane, in_v, K, V)
         history_index = next_index(history_index, history_len)
+    if COMMITTED and STATE_GRID == 1:
+        _store_slices(state_ptrs, state, lane, in_v, K, V)
 
 
 @triton.jit(
     do_not_specialize=["length", "history_len", "flush"],
-    do_not_specialize_on_alignment=["slots_ptr", "starts_ptr", "folded_ptr"],
+    do_not_specialize_on_alignment=["slots_ptr", "starts_ptr", "folded_ptr", "committed_ptr"],
 )
 def recurrent_step_kernel(
     state_ptr, u_history_ptr, k_history_ptr, decay_history_ptr, slots_ptr, starts_ptr, folded_ptr,
-    inputs_ptr, out_ptr, d_ptr, length, history_len, flush,
+    inputs_ptr, out_ptr, d_ptr, committed_ptr, length, history_len, flush,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     SLICES: tl.constexpr, K_LANES: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr,
     PREFETCH: tl.constexpr, SECTOR: tl.constexpr, STATE_GRID: tl.constexpr,
@@ -276,9 +293,11 @@ def recurrent_step_kernel(
 
     inputs [S * Q, 2 HK K + HV V + 2 HV]: all q, all k, all v, then (decay, beta) of each value
     head. DELTA_RULE: u is (v - k^T S decay) beta, else v beta. d [HV]: the output is q^T S + D v;
-    None: q^T S. ADJACENT_CTAS: CTAs of a head with consecutive ids in grid dimension 0; 1 if grid
-    dimension 1 counts them.
+    None: q^T S. committed [S]: tokens of each window that are certain to stay, the only ones that
+    are stepped through; None: all are, and any may be rejected. ADJACENT_CTAS: CTAs of a head with
+    consecutive ids in grid dimension 0; 1 if grid dimension 1 counts them.
     """
+    COMMITTED: tl.constexpr = committed_ptr is not None
     C: tl.constexpr = 2 * HK * K + HV * V
     pid = (tl.program_id(0) // ADJACENT_CTAS).to(tl.int64)
     first_v = (tl.program_id(0) % ADJACENT_CTAS + tl.program_id(1)) * (WARPS * COLUMNS)
@@ -295,6 +314,8 @@ def recurrent_step_kernel(
     slot = tl.load(slots_ptr + row).to(tl.int64)
     start = tl.load(starts_ptr + row).to(tl.int32)
     folded = tl.load(folded_ptr + row).to(tl.int32)
+    if COMMITTED:
+        length = tl.load(committed_ptr + row).to(tl.int32)
     state_ptrs = state_ptr + (slot * HV + head) * (K * V) + lane * V + offs_v
     # The state is most of the traffic: its loads are issued before everything else.
     state = _load_slices(state_ptrs, in_v, K_LANES * V, SLICES, K_LANES, K, True)
@@ -311,14 +332,57 @@ def recurrent_step_kernel(
         start - folded, history_len, length,
         HK, HV, K, V, SLICES * K_LANES, WARPS * COLUMNS, PREFETCH, SECTOR,
     )  # fmt: skip
+    if COMMITTED:
+        written = next_folded(start + length, folded, 1, STATE_GRID)
+    else:
+        written = next_folded(start, folded, flush, STATE_GRID)
     state = _replay_and_write(
         state, state_ptrs, k_history_ptr, u_history_ptr, decay_history_ptr, lane, offs_v, in_v,
-        history_index, folded, start, history_len, flush, HK, HV, K, V, STATE_GRID,
+        history_index, folded, start, history_len, written, HK, HV, K, V, STATE_GRID, COMMITTED,
     )  # fmt: skip
+    if COMMITTED:
+        # u of a long window may take entries that other threads of the CTA have just replayed.
+        tl.debug_barrier()
     d = tl.load(d_ptr + head) if d_ptr is not None else None
     _step_through_window(
         state, q_ptr, k_ptr, v_ptr, inputs_ptr + C + 2 * head, width,
         out_ptr + (token * HV + head) * V, u_history_ptr,
-        lane, offs_v, in_v, history_index, start, length, history_len, d, HV, K, V, STATE_GRID,
-        state_ptr.dtype.element_ty, DELTA_RULE,
+        lane, offs_v, in_v, history_index, start, length, history_len, d, state_ptrs, written,
+        HV, K, V, STATE_GRID, state_ptr.dtype.element_ty, DELTA_RULE, COMMITTED,
     )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["length", "history_len"],
+    do_not_specialize_on_alignment=["slots_ptr", "starts_ptr", "folded_ptr", "committed_ptr"],
+)
+def save_tokens_kernel(
+    inputs_ptr, k_history_ptr, decay_history_ptr, slots_ptr, starts_ptr, folded_ptr, committed_ptr,
+    length, history_len,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_HV: tl.constexpr, STATE_GRID: tl.constexpr,
+):  # fmt: skip
+    """Save k and decay of one token to the histories, if the written state lacks the token.
+
+    Grid: (row, tokens before the end of the row's window). inputs: see recurrent_step_kernel.
+    """
+    # A kernel after the recurrence: in a window longer than the histories, these tokens may take
+    # entries that other CTAs of the row still replay.
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    start = tl.load(starts_ptr + row).to(tl.int32)
+    folded = tl.load(folded_ptr + row).to(tl.int32)
+    committed = tl.load(committed_ptr + row).to(tl.int32)
+    written = next_folded(start + committed, folded, 1, STATE_GRID)
+    t = committed - 1 - tl.program_id(1)
+    if (t < 0) | (start + t < written):
+        return
+    C: tl.constexpr = 2 * HK * K + HV * V
+    token_ptr = inputs_ptr + (row * length + t) * (C + 2 * HV)
+    entry = slot * history_len + (start + t) % history_len
+    offs = tl.arange(0, BLOCK_K)
+    k = tl.load(token_ptr + HK * K + offs, mask=offs < HK * K, other=0.0)
+    tl.store(k_history_ptr + entry * (HK * K) + offs, k, mask=offs < HK * K)
+    head = tl.arange(0, BLOCK_HV)
+    decay = tl.load(token_ptr + C + 2 * head, mask=head < HV, other=0.0)
+    tl.store(decay_history_ptr + entry * HV + head, decay, mask=head < HV)

@@ -1,0 +1,16 @@
+"""Imports that forked processes share: Torch, Triton, the ops, the engine, the server, and Triton's
+hash over its own files, which is part of its cache keys."""
+
+import lockstep.cli.serve
+import lockstep.serve.engine_factory
+import lockstep.serve.server
+import lockstep.worker.rank_process  # noqa: F401
+from lockstep.kernels.backends import load
+
+try:
+    from triton.runtime.cache import triton_key
+except ImportError:
+    pass
+else:
+    triton_key()
+load()

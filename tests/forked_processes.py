@@ -1,0 +1,103 @@
+"""Processes that are forked from a server with all imports, which take seconds in a new process."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from typing import TextIO
+
+PRELOADED_MODULE = "tests.forked_imports"
+
+
+@cache
+def fork_context() -> ForkServerContext:
+    """Return a context of forked processes in which the interpreter has not replaced the kernels,
+    as it may have in this one."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([PRELOADED_MODULE])
+    interpreted = os.environ.pop("TRITON_INTERPRET", None)
+    try:
+        forkserver.ensure_running()
+    finally:
+        if interpreted is not None:
+            os.environ["TRITON_INTERPRET"] = interpreted
+    return context
+
+
+class ForkedProgram:
+    """Program like `subprocess.Popen([sys.executable, "-c", code, *arguments], text=True)`, with
+    pipes and its own session."""
+
+    def __init__(self, code: str, arguments: list[str]) -> None:
+        context = fork_context()
+        self.stdout, out = _text_pipe(context)
+        self.stderr, errors = _text_pipe(context)
+        self._process = context.Process(target=_run, args=(code, arguments, out, errors))
+        self._process.start()
+        out.close()
+        errors.close()
+
+    @property
+    def pid(self) -> int:
+        """Return the id of the process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Return the status of the ended process."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """Return the status, or None while the process runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        """Wait for the end and return the status. Raises TimeoutExpired."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("forked program", timeout)
+        return self._process.exitcode
+
+    def communicate(self, timeout: float = 60.0) -> tuple[str, str]:
+        """Wait for the end, and return the rest of both outputs, once."""
+        self.wait(timeout)
+        if self.stdout.closed:
+            return "", ""
+        with self.stdout, self.stderr:
+            return self.stdout.read(), self.stderr.read()
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to a process that runs."""
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the process if it runs."""
+        self._process.kill()
+
+
+def _text_pipe(context: ForkServerContext) -> tuple[TextIO, Connection]:
+    """Return the reading end of a pipe as a text file, and the writing end for a process."""
+    reads, writes = context.Pipe(duplex=False)
+    with reads:
+        return os.fdopen(os.dup(reads.fileno()), "r"), writes
+
+
+def _run(code: str, arguments: list[str], out: Connection, errors: Connection) -> None:
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.dup2(out.fileno(), 1)
+    os.dup2(errors.fileno(), 2)
+    out.close()
+    errors.close()
+    # Those of the server remember what kind of file it has.
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    sys.argv = ["-c", *arguments]
+    exec(compile(code, "program", "exec"), {"__name__": "__main__"})
