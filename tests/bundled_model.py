@@ -18,7 +18,9 @@ QUESTION = [
     {"role": "assistant", "content": "Noted."},
     {"role": "user", "content": "What is my name?"},
 ]
-GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, seed=0)
+NUM_TOKENS = 10
+"""Tokens of an answer; end tokens are ignored."""
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, seed=0)
 SEEDED = replace(GREEDY, temperature=0.9, top_p=0.95, seed=7)
 DRAFTS = 3
 

@@ -117,6 +117,7 @@ get_command(app).main(["generate", "--help"], standalone_mode=False)
 """
 
 
+@pytest.mark.slow
 def test_engine_imports_no_text_and_cli_no_server() -> None:
     """The engine and its dependencies import neither the tokenizer nor the chat template.
 

@@ -10,7 +10,7 @@ import pytest
 
 from lockstep import LLM, AsyncLLM, EngineArgs, RequestOutput, RequestOutputKind
 from lockstep.errors import EngineDeadError, RequestError
-from tests.bundled_model import GREEDY, PROMPTS, SEEDED, TEXT, answer, make_engine
+from tests.bundled_model import GREEDY, NUM_TOKENS, PROMPTS, SEEDED, TEXT, answer, make_engine
 from tests.tiny_model import TWO_LAYERS, make_model
 
 PATIENCE = 90
@@ -75,7 +75,7 @@ def test_outputs_follow_their_output_kind(client: AsyncLLM, plain: LLM) -> None:
         parts = [one for out in deltas for one in out.outputs if one.index == index]
         assert "".join(one.text for one in parts) == expected[index][1]
         assert [token for one in parts for token in one.token_ids] == expected[index][2]
-        assert len([entry for one in parts for entry in one.logprobs or ()]) == 16
+        assert len([entry for one in parts for entry in one.logprobs or ()]) == NUM_TOKENS
     (only,) = run(read(client, TEXT, replace(params, output_kind=RequestOutputKind.FINAL_ONLY)))
     assert answer(only)[0] == expected and only.finished
 

@@ -20,6 +20,7 @@ from lockstep.sampling_params import SamplingParams, StructuredOutputsParams
 from lockstep.worker.build import find_model
 from tests.bundled_model import (
     GREEDY,
+    NUM_TOKENS,
     PROMPTS,
     QUESTION,
     SEEDED,
@@ -390,7 +391,7 @@ def test_vllm_prompt_types(llm: LLM) -> None:
 
 def test_truncate_prompt_tokens_keeps_the_end(llm: LLM) -> None:
     ids = [5 + i % 90 for i in range(700)]
-    for messages, remaining in ((7, 7), (-1, 512 - 16)):
+    for messages, remaining in ((7, 7), (-1, 512 - NUM_TOKENS)):
         (out,) = llm.generate([ids], replace(GREEDY, truncate_prompt_tokens=messages))
         assert out.prompt_token_ids == ids[-remaining:]
         assert answer(out) == answer(llm.generate([ids[-remaining:]], GREEDY)[0])

@@ -14,6 +14,7 @@ from lockstep.errors import RequestError
 from lockstep.outputs import CompletionOutput, Logprob
 from tests.bundled_model import (
     GREEDY,
+    NUM_TOKENS,
     PROMPTS,
     QUESTION,
     SEEDED,
@@ -39,7 +40,7 @@ def test_stop_string_ends_the_text(llm: LLM, greedy: CompletionOutput, include: 
     cut = one(llm, stop=["never there", stop], include_stop_str_in_output=include)
     index = complete.index(stop) + (len(stop) if include else 0)
     assert (cut.text, cut.finish_reason, cut.stop_reason) == (complete[:index], "stop", stop)
-    assert len(cut.token_ids) < 16
+    assert len(cut.token_ids) < NUM_TOKENS
     assert stop in llm.tokenizer.decode(cut.token_ids)  # type: ignore[union-attr]
     assert stop not in llm.tokenizer.decode(cut.token_ids[:-1])  # type: ignore[union-attr]
     assert one(llm, stop="never there").text == complete
@@ -91,10 +92,10 @@ def test_end_token_with_ignore_eos_and_min_tokens(llm: LLM) -> None:
 def test_min_tokens_delays_stop_tokens(llm: LLM, greedy: CompletionOutput) -> None:
     tokens = greedy.token_ids
     stop = tokens[0]
-    kept = one(llm, stop_token_ids=[stop], min_tokens=10)
-    assert stop not in kept.token_ids[:10] and len(kept.token_ids) > 10
+    kept = one(llm, stop_token_ids=[stop], min_tokens=6)
+    assert stop not in kept.token_ids[:6] and len(kept.token_ids) > 6
     assert one(llm, stop_token_ids=[stop]).token_ids == [stop]
-    index = next(i for i in range(3, 16) if tokens[i] not in tokens[:i])
+    index = next(i for i in range(3, NUM_TOKENS) if tokens[i] not in tokens[:i])
     just = one(llm, stop_token_ids=[tokens[index]], min_tokens=index)
     assert just.token_ids == tokens[: index + 1], "as soon as that many tokens came before it"
 
@@ -123,7 +124,9 @@ def test_prompt_logprobs_equal_generated_logprobs(llm: LLM) -> None:
     for token, entry in zip(ids[1:], scores[1:], strict=True):
         assert entry is not None and token in entry
         assert {1, 2} <= {x.rank for x in entry.values()}
-    for token, entry, reported in zip(out.token_ids, scores[-16:], out.logprobs, strict=True):
+    for token, entry, reported in zip(
+        out.token_ids, scores[-NUM_TOKENS:], out.logprobs, strict=True
+    ):
         assert entry is not None
         assert entry[token].logprob == pytest.approx(reported[token].logprob, abs=2e-3)
     assert one(llm, ids).logprobs is None
@@ -147,8 +150,8 @@ def test_allowed_token_ids(llm: LLM) -> None:
     allowed = [11, 200, 1000, 3000]
     for params in (GREEDY, SEEDED):
         out = one(llm, params=params, allowed_token_ids=allowed)
-        assert set(out.token_ids) <= set(allowed) and len(out.token_ids) == 16
-    assert one(llm, allowed_token_ids=[3000]).token_ids == [3000] * 16
+        assert set(out.token_ids) <= set(allowed) and len(out.token_ids) == NUM_TOKENS
+    assert one(llm, allowed_token_ids=[3000]).token_ids == [3000] * NUM_TOKENS
 
 
 def test_bad_words_are_never_generated(llm: LLM, greedy: CompletionOutput) -> None:
@@ -156,7 +159,7 @@ def test_bad_words_are_never_generated(llm: LLM, greedy: CompletionOutput) -> No
     pair = tokens[2:4]
     clean = one(llm, bad_words_ids=[pair]).token_ids
     pairs = list(zip(clean, clean[1:], strict=False))
-    first = next(i for i in range(16) if tokens[i : i + 2] == pair)
+    first = next(i for i in range(NUM_TOKENS) if tokens[i : i + 2] == pair)
     assert tuple(pair) not in pairs
     assert clean[: first + 1] == tokens[: first + 1], "its first token alone is no bad word"
     assert clean[first + 1] != pair[1]
@@ -174,10 +177,10 @@ def test_temperature_near_0_is_greedy(
 
 def test_logit_bias(llm: LLM, greedy: CompletionOutput) -> None:
     tokens = greedy.token_ids
-    assert one(llm, logit_bias={77: 100.0}).token_ids == [77] * 16
+    assert one(llm, logit_bias={77: 100.0}).token_ids == [77] * NUM_TOKENS
     assert tokens[0] not in one(llm, logit_bias={tokens[0]: -100.0}).token_ids
     assert one(llm, logit_bias={tokens[0]: 0.0}).token_ids == tokens
-    assert one(llm, logit_bias={77: 2**70}).token_ids == [77] * 16, "wider than an int64"
+    assert one(llm, logit_bias={77: 2**70}).token_ids == [77] * NUM_TOKENS, "wider than an int64"
     reported = one(llm, logprobs=0, logit_bias={77: 100.0}).logprobs
     assert reported[0][77].logprob < -1, "log-probabilities are of the raw logits"
 

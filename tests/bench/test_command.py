@@ -118,6 +118,7 @@ def test_kernels_status_table_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
         "--device",
         "cpu",
     )
+    monkeypatch.setitem(kernels.REPEATS, "cpu", 1)
     output = run(*arguments)
     result = last_line(output)
     assert result["bench"] == "kernels" and not result["differing"] and "equal" in output.stdout

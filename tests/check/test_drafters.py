@@ -56,7 +56,7 @@ def drafting(target: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.default_cases("recurrent", "suffix")
+@pytest.mark.default_cases("recurrent")
 @pytest.mark.parametrize(
     ("name", "drafts"),
     some_slow(

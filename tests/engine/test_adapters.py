@@ -160,7 +160,7 @@ def test_audit_names_a_rank_with_other_adapters(
     monkeypatch.setattr(executor, "start_ranks", ThreadRanks)
     monkeypatch.setattr(executor, "AUDIT_EVERY", 1)
     llm = make_engine(None, lora_modules=adapters, tensor_parallel_size=2, audit=True)
-    llm.generate(TEXT, GREEDY, lora_request="first")
+    llm.generate("The", replace(GREEDY, max_tokens=2), lora_request="first")
     executor_of(llm.engine).collective_rpc(change_adapters)
     with pytest.raises(LockstepError, match=r"rank 1 has another row table than rank 0 \(adapters"):
         llm.generate(TEXT, GREEDY)
@@ -214,7 +214,7 @@ def test_preempted_row_moves_with_its_adapter(adapted: LLM) -> None:
 
 
 def test_llm_names_an_adapter_per_prompt(adapted: LLM) -> None:
-    params = replace(GREEDY, max_tokens=7)
+    params = replace(GREEDY, max_tokens=3)
     together = adapted.generate([TEXT] * 3, params, lora_request=ADAPTERS)
     for name, output in zip(ADAPTERS, together, strict=True):
         (alone,) = run(adapted, [(TEXT, params, name)])

@@ -15,6 +15,7 @@ from lockstep.worker.hooks import CheckHooks
 from tests.bundled_model import (
     DRAFTS,
     GREEDY,
+    NUM_TOKENS,
     PROMPTS,
     TEXT,
     answer,
@@ -58,7 +59,7 @@ def expected_outputs(engines: dict[str, LLM]) -> dict[str, RequestOutput]:
 def generate_all_kinds(llm: LLM) -> dict[str, RequestOutput]:
     """Run one request of each kind in one batch, over alternating prompts."""
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(PARAMETER_SETS))]
-    params = [replace(GREEDY, max_tokens=18, **changes) for changes in PARAMETER_SETS.values()]
+    params = [replace(GREEDY, max_tokens=12, **changes) for changes in PARAMETER_SETS.values()]
     return dict(zip(PARAMETER_SETS, llm.generate(prompts, params), strict=True))
 
 
@@ -107,7 +108,7 @@ def test_engine_counters_equal_request_counters(engines: dict[str, LLM]) -> None
     now = llm.engine.refresh_stats()
     grown = {name: getattr(now, name) - before[name] for name in vars(now) if "_total" in name}
     written = sum(len(c.token_ids) for o in outs for c in o.outputs)
-    assert written == 16 * 5 == grown["generation_tokens_total"]
+    assert written == NUM_TOKENS * 5 == grown["generation_tokens_total"]
     assert grown["requests_success_total"] == {"length": 5}
     lengths = [len(out.prompt_token_ids) for out in outs]
     assert grown["prompt_tokens_total"] == 2 * lengths[0] + 2 * lengths[1] + lengths[2]
@@ -131,7 +132,7 @@ def test_decode_step_stats(engines: dict[str, LLM]) -> None:
     prompts = sum(len(out.prompt_token_ids) for out in outs)
     contexts = [step.context for step in together]
     assert contexts[0] == prompts and contexts == sorted(set(contexts))
-    assert contexts[-1] < prompts + 2 * 16
+    assert contexts[-1] < prompts + 2 * NUM_TOKENS
 
 
 def test_abort_ends_one_request(engines: dict[str, LLM]) -> None:
@@ -149,7 +150,7 @@ def test_abort_ends_one_request(engines: dict[str, LLM]) -> None:
     while engine.has_work():
         assert requests[1] not in engine.step()
     assert requests[1].finish_reason == "abort" and requests[1].output_token_ids == kept
-    assert kept == expected[1][: len(kept)] and 3 <= len(kept) < 16
+    assert kept == expected[1][: len(kept)] and 3 <= len(kept) < NUM_TOKENS
     for i in (0, 2):
         assert requests[i].output_token_ids == expected[i]
     assert_idle(llm)
@@ -171,7 +172,7 @@ def test_abort_in_any_phase_frees_everything(phase: str) -> None:
     llm.engine.abort("aborted")
     while llm.engine.has_work():
         llm.engine.step()
-    assert len(earlier.output_token_ids) == (16 if phase == "waiting" else 0)
+    assert len(earlier.output_token_ids) == (NUM_TOKENS if phase == "waiting" else 0)
     assert_idle(llm)
 
 
@@ -288,4 +289,4 @@ def test_counters_grow_with_each_step(engines: dict[str, LLM]) -> None:
         assert drafted == metrics.num_draft_tokens
         accepted = now.accepted_tokens_total - before.accepted_tokens_total
         assert accepted == metrics.num_accepted_tokens
-    assert len(request.output_token_ids) == 16
+    assert len(request.output_token_ids) == NUM_TOKENS

@@ -69,7 +69,7 @@ def test_nan_row_ends_alone(folder: Path, drafter: str | None) -> None:
     poison(llm)
     llm.engine.clear()
     bad = [POISON, *prompts()[1]]
-    for index in range(5):  # position of the bad request in the batch
+    for index in (0, 2, 4):  # position of the bad request in the batch
         requested = prompts()
         how = list(params)
         requested.insert(index, bad)
@@ -82,7 +82,7 @@ def test_nan_row_ends_alone(folder: Path, drafter: str | None) -> None:
         assert wrong.finished and not one.logprobs
         for entry in wrong.prompt_logprobs or ():
             assert entry is None
-    assert llm.engine.stats.requests_success_total["error"] == 5
+    assert llm.engine.stats.requests_success_total["error"] == 3
     assert_idle(llm)
 
 

@@ -74,7 +74,7 @@ def params(temperature: float) -> list[SamplingParams]:
         SamplingParams(
             temperature=temperature,
             seed=index,
-            max_tokens=24,
+            max_tokens=16,
             logprobs=1,
             structured_outputs=StructuredOutputsParams(**expected),
         )

@@ -153,6 +153,7 @@ def pick(rows: Tensor, ranges: Any) -> Tensor:
     return torch.cat([rows[begin:end] for begin, end in ranges]) if ranges else rows
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("quantization", [None, "int4", "int8", "fp8"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_dummy_weights_of_a_rank_are_slices_of_the_whole(

@@ -238,7 +238,7 @@ FORMATS_WITH_DENSE_EXPERTS = [
 ]
 
 
-@pytest.mark.default_cases("awq", "modelopt nvfp4")
+@pytest.mark.default_cases("modelopt nvfp4")
 @pytest.mark.parametrize("name", FORMATS_WITH_DENSE_EXPERTS)
 def test_dense_experts_with_quantized_layers(tmp_path: Path, name: str) -> None:
     """Tools that quantize linear layers skip experts stored as one tensor, and list none of them;

@@ -130,7 +130,6 @@ VARYING_FORMS = ("llama", "latent attention for a latent target", "two layers")
 
 
 @pytest.mark.default_cases(
-    "a mixture",
     "norms in front of fc",
     "a latent target",
     "a hybrid",

@@ -104,7 +104,7 @@ def test_audit_names_a_rank_with_another_table(monkeypatch: pytest.MonkeyPatch) 
         audit=True,
         speculative_config=NGRAM,
     )
-    llm.generate(PROMPTS[0], GREEDY)
+    llm.generate(PROMPTS[0], replace(GREEDY, max_tokens=2))
     executor.executor_of(llm.engine).collective_rpc(change_drafts)
     with pytest.raises(LockstepError, match=r"rank 1 has another row table than rank 0 \(drafts\)"):
         llm.generate(PROMPTS[0], GREEDY)

@@ -45,6 +45,7 @@ def test_digest_depends_on_every_bit_of_its_row_only() -> None:
         assert (digest(other) != digests).nonzero().flatten().tolist() == [row]
 
 
+@pytest.mark.slow
 def test_a_clean_engine_passes_and_exercises_what_it_varies(check: Check) -> None:
     report = check()
     assert report.failed == 0, report.verdict

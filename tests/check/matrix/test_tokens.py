@@ -34,6 +34,7 @@ def check(model: str, monkeypatch: pytest.MonkeyPatch) -> Check:
     return run
 
 
+@pytest.mark.slow
 def test_clean_engine_passes_and_exercises_what_it_varies(check: Check) -> None:
     report = check(Setup("mtp", 3, "prefix hit", "none"), Setup("ngram", 2, "preempted", "none"))
     assert report.failed == 0, report.verdict

@@ -59,10 +59,12 @@ def report(model: str, calls: Counter[tuple[str, str]]) -> Report:
         return run_check("quick", model, seed=3, effort=effort, load_format="dummy")
 
 
+@pytest.mark.slow
 def test_a_sound_engine_passes(report: Report) -> None:
     assert report.failed == 0, report.verdict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -74,6 +76,7 @@ def test_every_required_event_occurs(report: Report, name: str) -> None:
     assert report.exercised[name] > 0
 
 
+@pytest.mark.slow
 def test_every_backend_that_serves_here_is_called(
     report: Report, calls: Counter[tuple[str, str]]
 ) -> None:
@@ -93,6 +96,7 @@ def test_every_backend_that_serves_here_is_called(
             assert why != "another backend is preferred", "it needs a GPU"
 
 
+@pytest.mark.slow
 def test_every_drafter_drafts(report: Report) -> None:
     expected = set(ALL_DRAFTERS) - NEEDS_FOLDER
     assert report.coverage is not None and report.coverage.drafters == expected
@@ -100,6 +104,7 @@ def test_every_drafter_drafts(report: Report) -> None:
     assert uneven == expected, "every drafter also has engines whose number of drafts changes"
 
 
+@pytest.mark.slow
 def test_every_parameter_is_used(report: Report) -> None:
     assert report.coverage is not None and report.coverage.parameters == engine_parameters()
 

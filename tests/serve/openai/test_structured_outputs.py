@@ -115,7 +115,7 @@ def test_every_structured_field_in_both_apis(
 
 
 def test_json_object_response_format(server: SimpleNamespace) -> None:
-    result = chat(server, CALL, response_format={"type": "json_object"}, max_tokens=200)
+    result = chat(server, CALL, response_format={"type": "json_object"}, max_tokens=60)
     if result.choices[0].finish_reason == "stop":
         assert isinstance(json.loads(result.choices[0].message.content), dict)
     else:

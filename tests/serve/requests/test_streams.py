@@ -52,7 +52,7 @@ def _without_ids(value: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.default_cases("True")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     text=st.sampled_from(TEXTS),
     step=st.integers(1, 40),

@@ -125,6 +125,7 @@ def expected(template: str, messages: list[Message], tools: Any = None, **option
     return text
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("sent", [ARGUMENTS, TEXT, json.dumps(ARGUMENTS)], ids=["object", "a", "b"])
 @pytest.mark.parametrize(
     ("template", "wanted_value"),
