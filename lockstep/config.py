@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from lockstep import spec
 from lockstep.errors import ConfigError
+from lockstep.scheduling.chunks import FORCED_TOKENS, FORCED_WINDOWS
 from lockstep.settings import (
     LIST_TO_TUPLE,
     PATH_TO_TEXT,
@@ -35,9 +36,6 @@ MAX_RANKS = 64
 WINDOWS_PAST_END = 3
 """Windows of K + 1 tokens that a row may reach past max_model_len: one for each of two steps in
 flight while the host does not know that the row has ended, and one for the drafts after them."""
-FORCED_WINDOWS = (16, 64)
-"""Windows of forced tokens to which a row's window is padded, ascending: tokens of a row per
-step."""
 
 MAX_ADAPTERS = 64
 """Maximum LoRA adapters of an engine: each takes memory next to every layer that it changes."""
@@ -364,10 +362,10 @@ class StepLimits:
 
     @property
     def max_decided(self) -> int:
-        """Return the maximum logit rows of a step: of the largest decode step, or of a window of
+        """Return the maximum logit rows of a step: of the largest decode step, or of windows of
         forced tokens.
         """
-        return max(self.max_num_seqs * self.query_len, FORCED_WINDOWS[-1])
+        return max(self.max_num_seqs * self.query_len, FORCED_TOKENS)
 
 
 @dataclass(frozen=True, kw_only=True)

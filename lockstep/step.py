@@ -50,6 +50,13 @@ class StepShape:
         """Return whether the step continues answers by generated tokens."""
         return not (self.prompt or self.forced)
 
+    @property
+    def is_captured(self) -> bool:
+        """Return whether the step runs as a graph, where graphs are used: a prompt has any shape,
+        and so do windows of forced tokens of several rows.
+        """
+        return self.is_decode or (self.forced and self.rows == 1)
+
     @classmethod
     def uniform(cls, rows: int, query_len: int) -> "StepShape":
         """Return the shape of a step in which every row brings its last token and query_len - 1

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 
 from lockstep.cache.cache import Cache
 from lockstep.cache.groups import CacheSeq, salt_of
-from lockstep.config import FORCED_WINDOWS
 from lockstep.errors import CapacityError, ConfigError, RequestError
 from lockstep.outputs import ForcedMismatch, TokenSource
-from lockstep.scheduling.chunks import split_budget
+from lockstep.scheduling.chunks import FORCED_WINDOWS, split_budget
 from lockstep.scheduling.draft_length import DraftLengthPolicy, FixedDraftLength
 from lockstep.scheduling.grammar import Grammar, MaskQuery, fill_masks
 from lockstep.scheduling.request import Request

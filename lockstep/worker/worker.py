@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.cache.specs import StorageKind
-from lockstep.config import FORCED_WINDOWS, Plan, StepLimits
+from lockstep.config import Plan, StepLimits
 from lockstep.kernels.exchange import ALONE, RankGroup
 from lockstep.kernels.sampling import LogitShard
 from lockstep.kernels.stream_copies import copy_to_host
 from lockstep.outputs import Logprob
+from lockstep.scheduling.chunks import FORCED_WINDOWS
 from lockstep.scheduling.grammar import FillMasks
 from lockstep.scheduling.schedule import (
     MaskedRow,
@@ -44,6 +45,18 @@ def uniform_shapes(limits: StepLimits) -> list[StepShape]:
         for rows in reversed(limits.row_buckets)
         for drafts in reversed(limits.draft_lengths)
     ]
+
+
+def forced_shape(limits: StepLimits, rows: int, window: int) -> StepShape:
+    """Return the shape of a step in which rows bring up to `window` forced tokens each."""
+    shape = StepShape.uniform(rows, window)
+    return replace(shape, next_drafts=limits.query_len - 1, forced=True)
+
+
+def largest_forced_step(limits: StepLimits) -> StepShape:
+    """Return the shape of the largest step of forced tokens."""
+    window = FORCED_WINDOWS[-1]
+    return forced_shape(limits, min(limits.max_decided // window, limits.max_num_seqs), window)
 
 
 @dataclass(frozen=True)
@@ -140,7 +153,7 @@ class Worker:
         self.run_step(StepShape(1, size, size, prompt=True, next_drafts=self.plan.query_len - 1))
         if self.plan.device == "cuda":
             for window in FORCED_WINDOWS:
-                self.run_step(self._forced_shape(1, window))
+                self.run_step(forced_shape(self.plan, 1, window))
         step_ms = {}
         for index, shape in enumerate(shapes):
             if self.plan.device == "cuda":
@@ -187,7 +200,7 @@ class Worker:
             shape = StepShape.uniform(schedule.padded_rows, schedule.num_drafts + 1)
             launched.append(self._launch_uniform(schedule.decode, shape, masked, fill_masks))
         if schedule.forced:
-            shape = self._forced_shape(len(schedule.forced), schedule.forced_len)
+            shape = forced_shape(self.plan, len(schedule.forced), schedule.forced_len)
             launched.append(self._launch_uniform(schedule.forced, shape, masked, fill_masks))
         # Fetched pages belong to the prompt step alone: the decode step need not wait for them.
         self.transfers.fetch(schedule.fetched)
@@ -213,11 +226,6 @@ class Worker:
             self.specs[admission.row] = admission.spec
         for grant in schedule.grants:
             rows.write_pages(table, grant.row, grant.column, grant.pages)
-
-    def _forced_shape(self, rows: int, window: int) -> StepShape:
-        """Return the shape of a step in which rows bring up to `window` forced tokens each."""
-        shape = StepShape.uniform(rows, window)
-        return replace(shape, next_drafts=self.plan.query_len - 1, forced=True)
 
     def _launch_uniform(
         self,

@@ -133,9 +133,9 @@ def test_equals_transformers_with_chunks_and_every_drafter(pair) -> None:
     for ids in prompts(2, 300):
         assert logits_error(plain, oracle, ids) < RELATIVE
         assert logits_error(chunked, oracle, ids) < RELATIVE
-        expected = generate_greedy(plain, ids, 24)
+        expected = generate_greedy(plain, ids, 12)
         compare_tokens(oracle, ids, expected.outputs[0].token_ids)
-        assert all(bits(generate_greedy(other, ids, 24)) == bits(expected) for other in rest)
+        assert all(bits(generate_greedy(other, ids, 12)) == bits(expected) for other in rest)
 
 
 @pytest.mark.slow
@@ -207,8 +207,8 @@ def test_kimi_k25_text_model(pair, tmp_path: Path) -> None:
             tensors[inverse] = torch.zeros(6)
         save_file(tensors, tmp_path / path.name)
     (prompt,) = prompts(1, 16)
-    assert bits(generate_greedy(make_llm(tmp_path), prompt, 24)) == bits(
-        generate_greedy(make_llm(folder), prompt, 24)
+    assert bits(generate_greedy(make_llm(tmp_path), prompt, 12)) == bits(
+        generate_greedy(make_llm(folder), prompt, 12)
     )
 
 
@@ -258,10 +258,10 @@ def test_fp8_blocks_equal_dequantized_model(tmp_path: Path) -> None:
         save_file({name: x.contiguous() for name, x in stored.items()}, packed / path.name)
     assert result == 2 * (5 + 3) + 8 * 3 * 2 - 8 * 3 + 3 + 5 + 3 + 8 * 3 - 3
     (prompt,) = prompts(1, 16)
-    expected = bits(generate_greedy(make_llm(plain), prompt, 24))
+    expected = bits(generate_greedy(make_llm(plain), prompt, 12))
     for drafter in (None, MTP):
         assert (
-            bits(generate_greedy(make_llm(packed, speculative_config=drafter), prompt, 24))
+            bits(generate_greedy(make_llm(packed, speculative_config=drafter), prompt, 12))
             == expected
         )
 

@@ -154,7 +154,7 @@ def test_gguf_draft_module_changes_no_bit(family: str, tmp_path: Path) -> None:
     drafting = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
     ids = prompts(1, 60)[0]
     outputs = [
-        generate_greedy(make_llm(path, speculative_config=d), ids, 24) for d in (None, drafting)
+        generate_greedy(make_llm(path, speculative_config=d), ids, 12) for d in (None, drafting)
     ]
     assert bits(outputs[0]) == bits(outputs[1])
     stored = load_file(tmp_path / "mtp.safetensors")

@@ -54,7 +54,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_equals_transformers(pair) -> None:
     for ids in prompts(3, 200):
         assert logits_error(*pair, ids) < RELATIVE
-        compare_greedy(*pair, ids, 24)
+        compare_greedy(*pair, ids, 12)
 
 
 def test_llama_8b_shapes_and_parameters() -> None:

@@ -130,7 +130,7 @@ def test_fused_expert_tensors_are_equivalent(pair, tmp_path: Path) -> None:
         save_file(change(load_file(path)), tmp_path / path.name)
     drafter = MTP if family in RECURRENT else None
     (prompt,) = prompts(1, 150)
-    one, other = (generate_greedy(engine(path, drafter), prompt, 24) for path in (folder, tmp_path))
+    one, other = (generate_greedy(engine(path, drafter), prompt, 12) for path in (folder, tmp_path))
     assert bits(one) == bits(other)
 
 
@@ -144,7 +144,7 @@ def test_draft_module_with_dense_mlp(tmp_path: Path) -> None:
         tensors[f"mtp.layers.0.mlp.{name}_proj.weight"] = torch.randn(shape) * 0.1
     save_file(tensors, path)
     (prompt,) = prompts(1, 150)
-    plain, drafted = (bits(generate_greedy(engine(tmp_path, d), prompt, 24)) for d in (None, MTP))
+    plain, drafted = (bits(generate_greedy(engine(tmp_path, d), prompt, 12)) for d in (None, MTP))
     assert plain == drafted
     config = json.loads((tmp_path / "config.json").read_text())
     config["intermediate_size"] = None

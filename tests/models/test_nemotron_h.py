@@ -99,7 +99,7 @@ def test_greedy_tokens_equal_transformers_with_and_without_drafts(pair: Any) -> 
     (folder, oracle) = pair
     engines = [engine(folder, drafter) for drafter in (None, NGRAM)]
     for ids in prompts(2, 180):
-        outputs = [generate_greedy(llm, ids, 24) for llm in engines]
+        outputs = [generate_greedy(llm, ids, 12) for llm in engines]
         compare_tokens(oracle, ids, outputs[0].outputs[0].token_ids)
         assert bits(outputs[0]) == bits(outputs[1])
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.config import FORCED_WINDOWS, Plan
+from lockstep.config import Plan
 from lockstep.kernels.recurrent.history import state_grid
 from lockstep.layers.build_context import BuildContext
 from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.chunks import FORCED_WINDOWS
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import RowSpec
 from lockstep.step import StepContext, StepShape
