@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from lockstep import spec
 from lockstep.errors import ConfigError
+from lockstep.scheduling.chunks import FORCED_TOKENS, FORCED_WINDOWS
 from lockstep.settings import (
     LIST_TO_TUPLE,
     PATH_TO_TEXT,
@@ -353,9 +354,18 @@ class StepLimits:
     def history_len(self) -> int:
         """Return the tokens that a row of the table can hold.
 
-        They include the windows past the row's end, and the token that follows the last window.
+        They include the windows past the row's end, of forced tokens as well, and the token that
+        follows the last window.
         """
-        return self.max_model_len + WINDOWS_PAST_END * self.query_len + 1
+        past_end = max(WINDOWS_PAST_END * self.query_len, FORCED_WINDOWS[-1] + self.query_len)
+        return self.max_model_len + past_end + 1
+
+    @property
+    def max_decided(self) -> int:
+        """Return the maximum logit rows of a step: of the largest decode step, or of windows of
+        forced tokens.
+        """
+        return max(self.max_num_seqs * self.query_len, FORCED_TOKENS)
 
 
 @dataclass(frozen=True, kw_only=True)

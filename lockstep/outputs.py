@@ -3,10 +3,22 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-TokenSource = Literal["draft", "bonus", "plain"]
-"""Source of a token: an accepted draft; the target's bonus token after verified drafts; or the only
-token of a step without drafts.
+TokenSource = Literal["draft", "bonus", "plain", "forced"]
+"""Source of a token: an accepted draft; the target's bonus token after verified drafts; the only
+token of a step without drafts; or the request's forced_token_ids.
 """
+
+
+@dataclass(frozen=True)
+class ForcedMismatch:
+    """Forced token that the model would not have chosen.
+
+    index: its index in the answer. chosen: the model's token there, -1 for none.
+    """
+
+    index: int
+    forced: int
+    chosen: int
 
 
 @dataclass
@@ -22,7 +34,8 @@ class Logprob:
 class RequestMetrics:
     """Metrics of one request. Times are seconds of time.monotonic().
 
-    scheduled_time: when it first got a row.
+    scheduled_time: when it first got a row. forced_mismatch: the first forced token that the model
+    would not have chosen.
     """
 
     arrival_time: float = 0.0
@@ -34,6 +47,7 @@ class RequestMetrics:
     num_steps: int = 0
     num_preemptions: int = 0
     scheduled_time: float | None = None
+    forced_mismatch: ForcedMismatch | None = None
 
     def copy(self) -> "RequestMetrics":
         """Return a copy."""

@@ -18,6 +18,8 @@ MAX_EOS_IDS = 4
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_TOKEN_IDS = 2**19  # above all vocabulary sizes; the engine checks ids against its own
+MAX_FORCED_TOKENS = 2**20  # above all context lengths; the engine checks its own
+FORCED_MISMATCH = ("error", "report")
 MAX_CHOICES = 1024
 MAX_GRAMMAR_CHARACTERS = 1 << 16
 MAX_REGEX_CHARACTERS = 4096
@@ -193,6 +195,11 @@ class SamplingParams:
     truncate_prompt_tokens: N: keep the last N tokens of the prompt; -1: as many as max_tokens
     allows.
     thinking_token_budget: N: at most N reasoning tokens before the closing tag; -1: unlimited.
+    forced_token_ids: tokens with which the answer begins. They are computed as generated tokens
+    are, so tokens and log-probabilities are those of the request that generated them itself.
+    forced_mismatch: "error" ends the answer with an error before the first forced token that the
+    model would not have chosen; "report" goes on. metrics.forced_mismatch of the output has the
+    first one.
     output_kind: outputs of AsyncLLM; LLM returns whole answers.
 
     Values are checked when the object is created, and again when a request is made from it.
@@ -224,6 +231,8 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     truncate_prompt_tokens: int | None = None
     thinking_token_budget: int | None = None
+    forced_token_ids: Sequence[int] | None = None
+    forced_mismatch: str = "error"
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
@@ -282,6 +291,7 @@ class SamplingParams:
             ("bad_words_ids", MAX_BAD_WORDS),
             ("allowed_token_ids", MAX_TOKEN_IDS),
             ("logit_bias", MAX_TOKEN_IDS),
+            ("forced_token_ids", MAX_FORCED_TOKENS),
         ):
             value = getattr(self, name)
             if (is_list(value) or isinstance(value, Mapping)) and len(value) > limit:
@@ -294,6 +304,7 @@ class SamplingParams:
             ("logit_bias", "a dict of token ids to finite numbers up to 1e30", _is_bias),
             ("allowed_token_ids", "a list of token ids", is_ids),
             ("stop_token_ids", "a list of token ids", is_ids),
+            ("forced_token_ids", "a list of token ids", is_ids),
             ("bad_words", "a list of strings", lambda v: _is_list_of(v, str)),
             ("bad_words_ids", "a list of lists of token ids", _is_list_of_ids),
             ("stop", "a string or a list of strings", _is_stop),
@@ -304,6 +315,8 @@ class SamplingParams:
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise self._refusal(name, "True or False")
+        if self.forced_mismatch not in FORCED_MISMATCH:
+            raise self._refusal("forced_mismatch", " or ".join(FORCED_MISMATCH))
         if not isinstance(self.output_kind, RequestOutputKind):
             raise self._refusal("output_kind", "a RequestOutputKind")
 
@@ -320,6 +333,13 @@ class SamplingParams:
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}; "
                 "lower min_tokens or raise max_tokens.",
                 "min_tokens",
+            )
+        num_forced = len(self.forced_token_ids or ())
+        if self.max_tokens is not None and num_forced > self.max_tokens:
+            raise RequestError(
+                f"forced_token_ids has {num_forced} tokens; allowed: at most "
+                f"max_tokens={self.max_tokens}. Raise max_tokens or force fewer tokens.",
+                "forced_token_ids",
             )
         if self.truncate_prompt_tokens == 0:
             raise self._refusal("truncate_prompt_tokens", "-1, or a whole number from 1")

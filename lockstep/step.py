@@ -45,6 +45,18 @@ class StepShape:
     next_drafts: int = 0
     forced: bool = False
 
+    @property
+    def is_decode(self) -> bool:
+        """Return whether the step continues answers by generated tokens."""
+        return not (self.prompt or self.forced)
+
+    @property
+    def is_captured(self) -> bool:
+        """Return whether the step runs as a graph, where graphs are used: a prompt has any shape,
+        and so do windows of forced tokens of several rows.
+        """
+        return self.is_decode or (self.forced and self.rows == 1)
+
     @classmethod
     def uniform(cls, rows: int, query_len: int) -> "StepShape":
         """Return the shape of a step in which every row brings its last token and query_len - 1
@@ -126,10 +138,12 @@ class StepContext:
 class Verdict:
     """Decision of the target model about one step.
 
-    tokens [S, Q] (int64): the token that the target emits after each position, -1 for none (see
-    kernels.sampling). accepted [S] (int32): number of leading drafts that equal these tokens; a row
-    emits tokens[s, : accepted[s] + 1]. results [S, Q + 2] (int64): tokens, accepted and the number
-    of drafts that the row had, in one tensor for a single copy to the host.
+    tokens [S, Q] (int64): the token that a row emits after each position: a forced one, or the
+    target's, -1 for none (see kernels.sampling). accepted [S] (int32): number of leading drafts
+    that equal these tokens; a row emits tokens[s, : accepted[s] + 1]. results [S, Q + 4] (int64):
+    tokens, accepted, the number of drafts that the row had, and its first forced token that the
+    target would not have emitted (see kernels.step_metadata.advance_rows), in one tensor for a
+    single copy to the host.
     """
 
     tokens: Tensor

@@ -18,7 +18,7 @@ from lockstep.engine.scheduler_factory import cache_config, make_scheduler
 from lockstep.engine.stats import DecodeStep, Stats
 from lockstep.errors import EngineDeadError, LockstepError, RequestError
 from lockstep.scheduling.draft_length import DraftLengthPolicy
-from lockstep.scheduling.request import Request, check_ids
+from lockstep.scheduling.request import Request, check_forced, check_ids
 from lockstep.scheduling.schedule import Schedule
 
 MAX_FAILURES = 5
@@ -82,10 +82,18 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise RequestError or CapacityError if the request can never be served. Thread-safe."""
         check_ids(request, self.vocab_size)
+        check_forced(request)
         drafting = self.config.speculative_config
-        if request.grammar and drafting and drafting.synthetic_acceptance is not None:
+        if drafting is None or drafting.synthetic_acceptance is None:
+            self.scheduler.check(request)
+            return
+        refused = []
+        if request.grammar:
             has_form = request.params.structured_outputs is not None
-            field = "structured_outputs" if has_form else "thinking_token_budget"
+            refused = ["structured_outputs" if has_form else "thinking_token_budget"]
+        if request.forced_token_ids:
+            refused.append("forced_token_ids")
+        for field in refused:
             raise RequestError(
                 f"{field} is not allowed with synthetic_acceptance, whose tokens are not the "
                 "model's. Leave one of them out.",
@@ -134,7 +142,7 @@ class Engine:
             if schedule.has_steps:
                 self._in_flight.append((schedule, pending))
         # Without new steps nothing else would read the ones in flight.
-        idle = not (schedule.decode or schedule.prompt)
+        idle = not schedule.computes
         if self._in_flight and (idle or len(self._in_flight) >= self.plan.steps_in_flight):
             return self._read()
         return []

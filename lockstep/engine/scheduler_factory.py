@@ -36,5 +36,6 @@ def make_scheduler(
         "row_buckets": plan.row_buckets,
         "drafts_in_pages": plan.draft_vocab_size > 0,
         "adapters": plan.adapters,
+        "forced_budget": plan.max_decided,
     }
     return scheduler(Cache(cache), **{**arguments, **options})

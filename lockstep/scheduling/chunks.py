@@ -1,4 +1,11 @@
-"""Division of a step's prompt tokens among the waiting prompts."""
+"""Tokens of a row in a step of prompts, and in a step of forced tokens."""
+
+FORCED_WINDOWS = (16, 64)
+"""Windows of forced tokens to which a row's window is padded, ascending: tokens of a row per
+step."""
+FORCED_TOKENS = 256
+"""Maximum tokens of all windows of a step, where decode steps have no more: H200s compute as many
+while they read the weights of a dense 27B model."""
 
 
 def split_budget(remaining: list[int], budget: int, grain: int) -> list[int]:

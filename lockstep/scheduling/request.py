@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lockstep.errors import RequestError
-from lockstep.outputs import Logprob, RequestMetrics, TokenSource
+from lockstep.outputs import ForcedMismatch, Logprob, RequestMetrics, TokenSource
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.grammar import Grammar
 
@@ -13,6 +13,11 @@ NO_TOKEN = (
     "the model has no next token: its logits contain a NaN or an infinity, or all tokens are "
     "banned. The tokens before it are valid, and other requests are not affected. Check the "
     "checkpoint and its dtype, or ban fewer tokens."
+)
+FORCED_TOKEN_DIFFERS = (
+    "forced_token_ids[{index}] is {forced}, but the model chooses {chosen} there: the tokens come "
+    "from other weights, numerics, sampling parameters, seed or prompt. The tokens before it are "
+    'equal. Send forced_mismatch="report" to go on with the forced tokens.'
 )
 
 
@@ -65,6 +70,16 @@ class Request:
         return self.grammar is not None and not self.grammar.is_free
 
     @property
+    def forced_token_ids(self) -> Sequence[int]:
+        """Return the tokens with which the answer begins."""
+        return self.params.forced_token_ids or ()
+
+    @property
+    def forced_end(self) -> int:
+        """Return the tokens of prompt and forced tokens together."""
+        return len(self.prompt_token_ids) + len(self.forced_token_ids)
+
+    @property
     def num_tokens(self) -> int:
         """Return the number of tokens of prompt and answer so far."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
@@ -78,15 +93,23 @@ class Request:
         return min(self.max_len, len(self.prompt_token_ids) + max_tokens)
 
     def append(
-        self, tokens: Sequence[int], logprobs: Sequence[dict[int, Logprob]] | None = None
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[dict[int, Logprob]] | None = None,
+        mismatch: ForcedMismatch | None = None,
     ) -> int:
         """Append tokens up to the one that ends the request; return how many were appended.
 
         A stop token ends it once `min_tokens` tokens came before, and is appended. -1, which is no
-        token, ends it with an error.
+        token, ends it with an error. So does a forced token that the target would not have chosen,
+        unless the request wants a report only. mismatch: such a token among these.
         """
+        if mismatch is not None and self.metrics.forced_mismatch is None:
+            self.metrics.forced_mismatch = mismatch
         for index, token in enumerate(tokens):
             if self.finish_reason is not None:
+                return index
+            if self._ends_by_mismatch():
                 return index
             if token < 0:  # the target had no token: non-finite logits, or everything masked
                 self.finish_reason = "error"
@@ -98,18 +121,32 @@ class Request:
             self._set_finish_reason(token)
         return len(tokens)
 
+    def _ends_by_mismatch(self) -> bool:
+        """Return whether the next token is a forced one at which the request ends with an error."""
+        mismatch = self.metrics.forced_mismatch
+        if mismatch is None or self.params.forced_mismatch == "report":
+            return False
+        if mismatch.index != len(self.output_token_ids):
+            return False
+        self.finish_reason = "error"
+        self.error = FORCED_TOKEN_DIFFERS.format(**vars(mismatch))
+        return True
+
     def _set_finish_reason(self, token: int) -> None:
         """Set finish_reason where the latest token ends the request."""
-        if len(self.output_token_ids) > self.params.min_tokens:
-            if token in (self.params.stop_token_ids or ()):
-                self.finish_reason = "stop"
-                self.stop_reason = token
-                return
-            if token in self.eos_token_ids and not self.params.ignore_eos:
-                self.finish_reason = "stop"
-                return
-        if self.num_tokens >= self.max_total_tokens:
+        if self.ends_at(len(self.output_token_ids) - 1, token):
+            self.finish_reason = "stop"
+            self.stop_reason = token if token in (self.params.stop_token_ids or ()) else None
+        elif self.num_tokens >= self.max_total_tokens:
             self.finish_reason = "length"
+
+    def ends_at(self, index: int, token: int) -> bool:
+        """Return whether a token at this index of the answer is a stop token that ends it."""
+        if index < self.params.min_tokens:
+            return False
+        if token in (self.params.stop_token_ids or ()):
+            return True
+        return token in self.eos_token_ids and not self.params.ignore_eos
 
 
 def check_ids(request: Request, vocab: int) -> None:
@@ -124,6 +161,7 @@ def check_ids(request: Request, vocab: int) -> None:
         ("logit_bias", p.logit_bias or ()),
         ("bad_words", [t for word in p.bad_words_ids or () for t in word]),
         ("stop_token_ids", p.stop_token_ids or ()),
+        ("forced_token_ids", p.forced_token_ids or ()),
     ):
         wrong = [i for i in ids if not 0 <= int(i) < vocab]
         if wrong:
@@ -138,4 +176,25 @@ def check_ids(request: Request, vocab: int) -> None:
             "allowed_token_ids leaves no token to emit: all are bad words, or would end the answer "
             "before min_tokens. Allow another token.",
             "allowed_token_ids",
+        )
+
+
+def check_forced(request: Request) -> None:
+    """Check that no forced token ends the answer before the last one, and that a mismatch leaves
+    the request's grammar defined. Raises RequestError.
+    """
+    forced = request.forced_token_ids
+    for index, token in enumerate(forced[:-1]):
+        if request.ends_at(index, token):
+            raise RequestError(
+                f"forced_token_ids[{index}] is {token}, a stop token that ends the answer; "
+                "allowed: stop tokens at the end only. Remove the tokens after it, or send "
+                "ignore_eos.",
+                "forced_token_ids",
+            )
+    if forced and request.grammar is not None and request.params.forced_mismatch == "report":
+        raise RequestError(
+            'forced_mismatch="report" is not allowed with a grammar, which has no state after a '
+            "token that it forbids. Leave it out, or send no structured output.",
+            "forced_mismatch",
         )

@@ -3,8 +3,8 @@
 A schedule pickles, so that every rank of a model can receive the same one. Rows are named by their
 number in the row table. A worker receives the data of a request once, in its `Admission`, and keeps
 what it needs. Workers execute the fields of a schedule in their order: they drop ended requests,
-copy evicted pages to the host, move rows out and in, admit rows, grant pages, run the decode step,
-copy fetched pages to the device and run the prompt step.
+copy evicted pages to the host, move rows out and in, admit rows, grant pages, run the decode step
+and the forced step, copy fetched pages to the device and run the prompt step.
 """
 
 from collections.abc import Sequence
@@ -122,16 +122,18 @@ class MaskedRow:
 
 @dataclass
 class Schedule:
-    """Work of one iteration. Without `decode` and `prompt` there is nothing to compute.
+    """Work of one iteration. Without `decode`, `forced` and `prompt` there is nothing to compute.
 
     tick: number of the schedule, counted from 1.
     dropped: requests that ended in host memory; their saved rows are freed.
     answers: complete answers that drafters may learn from.
     evicted: pages and slots to copy to the host before anything of this schedule writes them.
-    masked: rows of both steps that need masks of a grammar.
+    masked: rows of all steps that need masks of a grammar.
     decode: rows of the decode step, padded with null rows to `padded_rows`.
     num_drafts: drafts per row to verify in the decode step, and to propose after it.
     drafts_ready: drafts per row that the previous decode step has proposed.
+    forced: rows of the forced step, which commits forced tokens of each.
+    forced_len: maximum tokens of a row in the forced step.
     fetched: pages and slots to copy to the device; only the prompt step reads them.
     """
 
@@ -148,13 +150,20 @@ class Schedule:
     padded_rows: int = 0
     num_drafts: int = 0
     drafts_ready: int = 0
+    forced: list[int] = field(default_factory=list)
+    forced_len: int = 0
     fetched: Moves = field(default_factory=dict)
     prompt: list[PromptChunk] = field(default_factory=list)
 
     @property
     def has_steps(self) -> bool:
         """Return whether the device gets work whose end the engine waits for."""
-        return bool(self.decode or self.prompt or self.swap_out)
+        return bool(self.computes or self.swap_out)
+
+    @property
+    def computes(self) -> bool:
+        """Return whether the device gets a step."""
+        return bool(self.decode or self.forced or self.prompt)
 
     @property
     def is_empty(self) -> bool:
@@ -168,7 +177,8 @@ class RowResult:
 
     The last token is -1 where the target had no token to emit; it has no log-probabilities.
     prompt_logprobs: one entry for each token after the positions of a prompt chunk, where the
-    request wants them; None for a token whose logits were not finite.
+    request wants them; None for a token whose logits were not finite. mismatch: (index among
+    tokens, the target's token) of the first forced token that the target would not have emitted.
     """
 
     tokens: list[int]
@@ -176,6 +186,7 @@ class RowResult:
     num_accepted: int = 0
     logprobs: list[dict[int, Logprob]] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
+    mismatch: tuple[int, int] | None = None
 
     @property
     def sources(self) -> list[TokenSource]:
@@ -186,7 +197,7 @@ class RowResult:
 
 @dataclass
 class Results:
-    """Results of a schedule by row, for every row that decoded or computed a prompt chunk.
+    """Results of a schedule by row, for every row of its steps.
 
     decode_ms: time of the decode step in ms, None without one.
     """

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from lockstep.cache.cache import Cache
 from lockstep.cache.groups import CacheSeq, salt_of
 from lockstep.errors import CapacityError, ConfigError, RequestError
-from lockstep.scheduling.chunks import split_budget
+from lockstep.outputs import ForcedMismatch, TokenSource
+from lockstep.scheduling.chunks import FORCED_WINDOWS, split_budget
 from lockstep.scheduling.draft_length import DraftLengthPolicy, FixedDraftLength
 from lockstep.scheduling.grammar import Grammar, MaskQuery, fill_masks
 from lockstep.scheduling.request import Request
@@ -41,8 +42,9 @@ class Entry:
 
     key: (priority, arrival number), the order of service; preemption takes victims from its end.
     row: 0 while it waits. max_committed: upper bound of the tokens that the device has committed
-    after all launched steps. in_flight: launched steps that emit and are not read yet. saved: pages
-    in host memory. last_chunk_tick: schedule of its latest prompt chunk, -1 before any.
+    after all launched steps. in_flight: lower bound of the tokens that launched steps emit and that
+    are not read yet. saved: pages in host memory. last_chunk_tick: schedule of its latest prompt
+    chunk, -1 before any.
     """
 
     request: Request
@@ -64,6 +66,15 @@ class Entry:
         return self.max_committed < self.length
 
     @property
+    def num_forced(self) -> int:
+        """Return the tokens that a forced step may commit: the last one and the forced tokens after
+        it; 0 where a decode step continues the answer.
+        """
+        # Exact: until all forced tokens are committed, no step has an unknown number of tokens.
+        left = self.request.forced_end - self.max_committed
+        return 0 if self.in_prompt or left < 2 else min(left, FORCED_WINDOWS[-1])
+
+    @property
     def will_finish(self) -> bool:
         """Return whether the steps in flight end the request whatever they emit."""
         request = self.request
@@ -73,6 +84,7 @@ class Entry:
         """Return the tokens that pages must cover before its next step, which writes `reach`
         tokens.
         """
+        reach += self.num_forced
         return min(max(self.max_committed, self.length) + reach, self.request.max_total_tokens)
 
 
@@ -83,7 +95,8 @@ class Scheduler:
     rows that decode steps are padded to, ascending; None pads nothing. draft_policy: chooses the
     drafts per step; None: always query_len - 1. drafts_in_pages: a draft module writes drafts to
     the rows' pages, one window after the step's own tokens. adapters: digest of each adapter by its
-    name. dropped, answers: fields of the next schedule.
+    name. forced_budget: maximum rows * window of a forced step. dropped, answers: fields of the
+    next schedule.
 
     With recurrent layers, prompt chunks end on multiples of the page size.
     """
@@ -102,6 +115,7 @@ class Scheduler:
         preempt_every: int = 0,
         drafts_in_pages: bool = False,
         adapters: Mapping[str, str] | None = None,
+        forced_budget: int = FORCED_WINDOWS[-1],
     ) -> None:
         if policy not in ("fcfs", "priority"):
             raise ConfigError(
@@ -123,6 +137,7 @@ class Scheduler:
         self.query_len = query_len
         self.drafts_in_pages = drafts_in_pages
         self.adapters = adapters or {}
+        self.forced_budget = forced_budget
         self.reach = 2 * query_len if drafts_in_pages else query_len
         self.row_buckets = row_buckets
         self.draft_policy = draft_policy or FixedDraftLength(query_len - 1)
@@ -184,6 +199,14 @@ class Scheduler:
                 f"prompt is too long: {length} tokens > {capacity - 1} maximum, since the cache "
                 f"has {self.cache.paged.pool.total} pages of {self.cache.config.page_size} tokens. "
                 "Shorten the prompt or give the cache more pages."
+            )
+        if request.forced_end > min(self.max_model_len, capacity):
+            left = min(self.max_model_len, capacity) - length
+            raise RequestError(
+                f"forced_token_ids has {len(request.forced_token_ids)} tokens; allowed: at most "
+                f"{left}, what max_model_len and the cache leave after {length} prompt tokens. "
+                "Force fewer tokens or raise max_model_len.",
+                "forced_token_ids",
             )
 
     def add(self, request: Request) -> None:
@@ -247,7 +270,7 @@ class Scheduler:
         self._reserve(plan)
         self._serve_queue(plan)
         for entry in sorted(self.running, key=lambda e: e.row):
-            if not entry.in_prompt and not entry.will_finish:
+            if not (entry.in_prompt or entry.num_forced or entry.will_finish):
                 plan.decode.append(entry.row)
                 rows[entry.row] = entry
                 # An upper bound until update() knows how many drafts were accepted.
@@ -255,6 +278,8 @@ class Scheduler:
                 entry.in_flight += 1
                 self._mask(plan, entry)
         self._choose_drafts(plan, any(entry.request.speculate for entry in rows.values()))
+        forcing = [entry for entry in self.running if entry.num_forced and not entry.will_finish]
+        rows.update(self._plan_forced(plan, forcing))
         rows.update(self._plan_prompt(plan))
         if rows:
             self.launched[plan.tick] = rows
@@ -286,6 +311,14 @@ class Scheduler:
                 entry.request.metrics.num_accepted_tokens += result.num_accepted
                 self._count_drafts(result)
                 touched.append(self._give(entry, result))
+        for row in schedule.forced:
+            if row in alive:
+                entry = alive[row]
+                result = results.rows[row]
+                # All of the window's tokens were counted as in flight; _give() takes one.
+                entry.in_flight -= len(result.tokens) - 1
+                entry.request.metrics.num_steps += 1
+                touched.append(self._give(entry, result))
         for chunk in schedule.prompt:
             if chunk.row in alive:
                 entry = alive[chunk.row]
@@ -309,8 +342,15 @@ class Scheduler:
         """Give a row's tokens to its request, which may end by them."""
         request = entry.request
         entry.in_flight -= 1
-        taken = request.append(result.tokens, result.logprobs)
-        request.token_sources += result.sources[:taken]
+        first = len(request.output_token_ids)
+        mismatch = None
+        if result.mismatch is not None:
+            at, chosen = result.mismatch
+            mismatch = ForcedMismatch(first + at, result.tokens[at], chosen)
+        taken = request.append(result.tokens, result.logprobs, mismatch)
+        num_forced = max(len(request.forced_token_ids) - first, 0)
+        forced: list[TokenSource] = ["forced"] * num_forced
+        request.token_sources += (forced + result.sources[num_forced:])[:taken]
         self.cache.commit(entry.seq, request.num_tokens - 1)
         if request.finish_reason is not None:
             self._finish(entry)
@@ -475,6 +515,28 @@ class Scheduler:
         grammar = self.entries[request_id].request.grammar
         assert grammar is not None
         return grammar
+
+    def _plan_forced(self, plan: Schedule, forcing: Sequence[Entry]) -> dict[int, Entry]:
+        """Plan windows of forced tokens, in the queue's order; return their rows.
+
+        forcing: rows with forced tokens to commit. All windows of a step have one length, to which
+        shorter ones are padded.
+        """
+        chosen: list[Entry] = []
+        for entry in sorted(forcing, key=lambda e: e.key):
+            longest = max(entry.num_forced, plan.forced_len)
+            window = next(window for window in FORCED_WINDOWS if window >= longest)
+            if window * (len(chosen) + 1) > self.forced_budget:
+                break
+            plan.forced_len = window
+            chosen.append(entry)
+        for entry in chosen:
+            plan.forced.append(entry.row)
+            self._mask(plan, entry)
+            count = entry.num_forced
+            entry.max_committed += count
+            entry.in_flight += count
+        return {entry.row: entry for entry in chosen}
 
     def _plan_prompt(self, plan: Schedule) -> dict[int, Entry]:
         """Plan chunks of the prompts that waited longest, in one ragged step; return its rows.

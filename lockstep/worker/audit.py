@@ -6,7 +6,7 @@ from torch import Tensor
 from lockstep.errors import RankError
 from lockstep.worker.worker import Worker
 
-TENSORS = ("tokens", "computed", "folded", "drafts", "page_table", "state_slots")
+TENSORS = ("tokens", "forced_end", "computed", "folded", "drafts", "page_table", "state_slots")
 """Tensors of the row table that must be equal on all ranks, next to the column of adapters."""
 
 

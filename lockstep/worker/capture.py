@@ -187,20 +187,20 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def capture_program(run_step: RunStep, pool: Any) -> RunStep:
-    """Return run_step with a graph of forward and one of decide per uniform step shape.
+    """Return run_step with a graph of forward and one of decide per shape that is captured.
 
-    Prompt steps run eagerly.
+    Other steps run eagerly.
     """
 
-    def is_uniform(key: Any) -> bool:
-        return not key[0].prompt
+    def is_captured(key: Any) -> bool:
+        return key[0].is_captured
 
-    def is_uniform_context(key: Any) -> bool:
-        return not key[0].step.shape.prompt
+    def has_captured_shape(key: Any) -> bool:
+        return key[0].step.shape.is_captured
 
     return RunStep(
-        CapturedFunction(run_step.forward, pool, is_uniform, "forward"),
-        CapturedFunction(run_step.decide, pool, is_uniform_context, "decide"),
+        CapturedFunction(run_step.forward, pool, is_captured, "forward"),
+        CapturedFunction(run_step.decide, pool, has_captured_shape, "decide"),
     )
 
 

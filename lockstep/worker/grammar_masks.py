@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.kernels.stream_copies import copy_to_device, copy_to_host
@@ -32,7 +33,7 @@ class StepRow:
 class GrammarMasks:
     """Masks in `table.allowed` of the rows that a grammar constrains.
 
-    max_query_len: maximum tokens that a row commits in one step.
+    max_query_len: maximum tokens that a row commits in one step, forced ones included.
     """
 
     def __init__(self, table: RowTable, max_query_len: int) -> None:
@@ -59,7 +60,7 @@ class GrammarMasks:
         chosen = [StepRow(i, masked[row]) for i, row in enumerate(rows) if row in masked]
         if not chosen:
             return nothing
-        unseen = copy_to_host(self._gather_unseen(chosen))
+        unseen = copy_to_host(self._gather_unseen(chosen, query_len - 1))
         event = torch.cuda.Event() if self.host.is_pinned() else None
         if event is not None:
             event.record()
@@ -71,11 +72,11 @@ class GrammarMasks:
 
         return between
 
-    def _gather_unseen(self, chosen: list[StepRow]) -> Tensor:
+    def _gather_unseen(self, chosen: list[StepRow], num_drafts: int) -> Tensor:
         """Gather what the grammars have not seen.
 
-        Returns [S, 1 + Q + K] int64 per row: number of computed tokens, the Q tokens after the
-        known ones, the K drafts.
+        Returns [S, 1 + Q + num_drafts] int64 per row: number of computed tokens, the Q tokens after
+        the known ones, and the drafts of this step, forced tokens among them.
         """
         table = self.table
         columns = torch.tensor(
@@ -87,7 +88,15 @@ class GrammarMasks:
         offsets = torch.arange(self.max_query_len, device=ids.device)
         at = (known + offsets).clamp_max(table.tokens.shape[1] - 1)
         computed = table.computed[ids].to(torch.int64)
-        return torch.cat([computed, table.tokens[ids, at], table.drafts[ids[:, 0]]], dim=1)
+        proposed = table.drafts[ids[:, 0], :num_drafts]
+        drafts = F.pad(proposed, (0, num_drafts - proposed.shape[1]), value=-1)
+        positions = computed + 1 + offsets[:num_drafts]
+        # As in prepare_step: a row with forced tokens after its last one has no other drafts.
+        forced_end = table.forced_end[ids].to(torch.int64)
+        history = table.tokens[ids, positions.clamp_max(table.tokens.shape[1] - 1)]
+        forced = torch.where(positions < forced_end, history, -1)
+        drafts = torch.where(forced_end > computed + 1, forced, drafts)
+        return torch.cat([computed, table.tokens[ids, at], drafts], dim=1)
 
     def _upload(
         self, chosen: list[StepRow], unseen: Tensor, query_len: int, fill_masks: FillMasks

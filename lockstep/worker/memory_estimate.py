@@ -24,6 +24,7 @@ from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model
 from lockstep.models.lora_adapters import adapter_table, read_adapters
 from lockstep.quantization import WeightFormat
+from lockstep.scheduling.chunks import FORCED_WINDOWS
 from lockstep.spec import passes_of
 from lockstep.step import StepShape
 from lockstep.worker import memory
@@ -40,6 +41,7 @@ from lockstep.worker.hooks import NO_HOOKS
 from lockstep.worker.memory_planner import Planner, Typed
 from lockstep.worker.program import Program
 from lockstep.worker.roofline import StepCosts
+from lockstep.worker.worker import forced_shape, largest_forced_step
 
 FAKE_GPU = "cuda:0"
 """Device of fake tensors. Without its index, torch without CUDA would look for the current GPU."""
@@ -133,20 +135,26 @@ class DryEngine:
             program = self.program(limits, build)
             prompt, _ = step_bytes(program, largest_prompt_step(limits)[1])
             uniform, kept = step_bytes(program, StepShape.uniform(rows, limits.query_len))
+            forced, _ = step_bytes(program, forced_shape(limits, 1, FORCED_WINDOWS[-1]))
+            largest_forced, _ = step_bytes(program, largest_forced_step(limits))
+        eager = max(prompt, largest_forced)
         if limits.graph_mode == "none":
-            return {"table": table, "step": max(prompt, uniform)}
-        return {"table": table, "step": prompt, "graphs": graph_bytes(limits, uniform, kept)}
+            return {"table": table, "step": max(eager, uniform)}
+        graphs = graph_bytes(limits, max(uniform, forced), kept)
+        return {"table": table, "step": eager, "graphs": graphs}
 
 
 def graph_bytes(limits: StepLimits, uniform: int, kept: int) -> int:
     """Return the bytes of all graphs: the largest graph's, which the others share, and results.
 
-    uniform: bytes of the largest uniform step at its peak; kept: bytes of its results.
+    uniform: bytes of the largest captured step at its peak; kept: bytes of the results of the
+    largest decode step.
     """
     widths = sum(drafts + 1 for drafts in limits.draft_lengths)
     largest = limits.max_num_seqs * limits.query_len
-    results = kept * sum(limits.row_buckets) * widths // largest
-    shapes = len(limits.row_buckets) * len(limits.draft_lengths)
+    tokens = sum(limits.row_buckets) * widths + sum(FORCED_WINDOWS)
+    results = kept * tokens // largest
+    shapes = len(limits.row_buckets) * len(limits.draft_lengths) + len(FORCED_WINDOWS)
     return uniform - kept + results + shapes * GRAPH_BYTES
 
 

@@ -27,11 +27,11 @@ class StepTimes(StepObserver):
         self.timers: deque[StepTimer] = deque(maxlen=MAX_STEPS)
 
     def before_step(self, rows: Sequence[RowSpec], shape: StepShape) -> None:
-        if not shape.prompt:
+        if shape.is_decode:
             self.timers.append(StepTimer(self.device))
 
     def after_step(self, rows: Sequence[RowSpec], shape: StepShape, outcome: Outcome) -> None:
-        if not shape.prompt:
+        if shape.is_decode:
             self.timers[-1].end()
 
     def mean_ms(self) -> float:

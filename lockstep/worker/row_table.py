@@ -64,6 +64,7 @@ class RowTable(RowTensors):
         super().__init__(
             tokens=full(0, torch.int64, plan.history_len),
             prompt_len=full(0, torch.int32),
+            forced_end=full(0, torch.int32),
             computed=full(0, torch.int32),
             folded=full(0, torch.int32),
             drafts=full(-1, torch.int64, max(plan.query_len - 1, 0)),
@@ -76,7 +77,7 @@ class RowTable(RowTensors):
         self.adapters = adapter_column(tuple(plan.adapters), rows, device)
         self.inputs = StepInputs(rows, device)
         # All bits set: a row whose mask was never uploaded allows every token.
-        decided = plan.max_num_seqs * plan.query_len
+        decided = plan.max_decided
         words = -(-vocab // WORD_BITS)
         self.allowed = torch.full((decided, words), -1, dtype=torch.int32, device=device)
         self.page_size = plan.page_size
@@ -88,7 +89,8 @@ class RowTable(RowTensors):
 
     def row_tensors(self) -> list[Tensor]:
         """Return the tensors of a row, without pages and state, that move when it is preempted."""
-        tensors = [self.tokens, self.prompt_len, self.computed, self.folded, self.drafts]
+        tensors = [self.tokens, self.prompt_len, self.forced_end, self.computed, self.folded]
+        tensors += [self.drafts]
         return tensors + [self.draft_limit] + self.sampling.tensors() + self.adapters.tensors()
 
     def prepare(self, shape: StepShape) -> StepContext:
@@ -112,8 +114,8 @@ class RowTable(RowTensors):
         )
 
     def accept_and_commit(self, step: StepContext, tokens: Tensor) -> Verdict:
-        """Commit the target's tokens [S, Q] as far as the step's drafts equal them."""
-        accepted, results = self.advance_op(
+        """Commit forced tokens, and the target's tokens [S, Q] as far as the drafts equal them."""
+        emitted, accepted, results = self.advance_op(
             self,
             self.sampling.counts,
             step.row_ids,
@@ -123,5 +125,6 @@ class RowTable(RowTensors):
             self.flush,
             self.state_grid,
             step.shape.prompt,
+            step.shape.forced,
         )
-        return Verdict(tokens, accepted, results)
+        return Verdict(emitted, accepted, results)

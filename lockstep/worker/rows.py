@@ -30,8 +30,11 @@ class HostRow:
 def write_row(table: RowTable, row: int, spec: RowSpec, start: int) -> None:
     """Write the row of a request whose first `start` tokens are cached."""
     prompt = torch.tensor(spec.prompt_token_ids, dtype=torch.int64)
-    copy_to_device(prompt, table.tokens[row, : len(prompt)])
+    forced = torch.tensor(spec.params.forced_token_ids or (), dtype=torch.int64)
+    known = torch.cat([prompt, forced])
+    copy_to_device(known, table.tokens[row, : len(known)])
     copy_to_device(len(prompt), table.prompt_len[row])
+    copy_to_device(len(known), table.forced_end[row])
     copy_to_device(start, table.computed[row])
     copy_to_device(start, table.folded[row])
     copy_to_device(-1, table.drafts[row])  # drafts of the row's previous request

@@ -16,6 +16,7 @@ from lockstep.layers.memory_budget import MemoryBudget
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.lora_adapters import adapter_table, read_adapters
 from lockstep.quantization import WeightFormat, read_weight_format
+from lockstep.scheduling.chunks import FORCED_WINDOWS
 from lockstep.step import StepShape
 from lockstep.worker import memory
 from lockstep.worker.build import (
@@ -38,7 +39,7 @@ from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.memory_estimate import DryEngine, graph_bytes, planner_of, weight_bytes
 from lockstep.worker.memory_planner import MemoryPlan, Planner, shortage
 from lockstep.worker.program import Program
-from lockstep.worker.worker import Worker, uniform_shapes
+from lockstep.worker.worker import Worker, forced_shape, largest_forced_step, uniform_shapes
 
 
 @dataclass(frozen=True)
@@ -311,7 +312,8 @@ class Fitting:
         """
         memory.allocate(self.layers, num_pages=2, num_slots=2, device=limits.device)
         program.table.inputs.fill()
-        for shape in uniform_shapes(limits):
+        forced = [forced_shape(limits, 1, window) for window in FORCED_WINDOWS]
+        for shape in (*forced, *uniform_shapes(limits)):
             # A kernel takes memory of the GPU when it is loaded, its threads' stacks included.
             program.decide(program.forward(shape))
         lengths, prompt = largest_prompt_step(limits)
@@ -319,6 +321,8 @@ class Fitting:
         uniform = StepShape.uniform(limits.row_buckets[-1], limits.query_len)
         prompt_peak, _ = peak_bytes(program, prompt)
         uniform_peak, kept = peak_bytes(program, uniform)
+        forced_peak, _ = peak_bytes(program, forced[-1])
+        eager_peak = max(prompt_peak, peak_bytes(program, largest_forced_step(limits))[0])
         graphs = limits.graph_mode != "none"
         free, total = torch.cuda.mem_get_info()
         share = 1.0 if self.config.kv_cache_memory_bytes else self.config.gpu_memory_utilization
@@ -327,8 +331,8 @@ class Fitting:
             "weights": self.weights,
             "overhead": total - free - self.weights,  # the row table, CUDA, other programs
             "staging": staging,
-            "step": prompt_peak if graphs else max(prompt_peak, uniform_peak),
-            "graphs": graph_bytes(limits, uniform_peak, kept) if graphs else 0,
+            "step": eager_peak if graphs else max(eager_peak, uniform_peak),
+            "graphs": graph_bytes(limits, max(uniform_peak, forced_peak), kept) if graphs else 0,
         }
         budget = int(total * share) - sum(parts.values())
         bound = self.config.kv_cache_memory_bytes

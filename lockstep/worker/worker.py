@@ -13,6 +13,7 @@ from lockstep.kernels.exchange import ALONE, RankGroup
 from lockstep.kernels.sampling import LogitShard
 from lockstep.kernels.stream_copies import copy_to_host
 from lockstep.outputs import Logprob
+from lockstep.scheduling.chunks import FORCED_WINDOWS
 from lockstep.scheduling.grammar import FillMasks
 from lockstep.scheduling.schedule import (
     MaskedRow,
@@ -44,6 +45,18 @@ def uniform_shapes(limits: StepLimits) -> list[StepShape]:
         for rows in reversed(limits.row_buckets)
         for drafts in reversed(limits.draft_lengths)
     ]
+
+
+def forced_shape(limits: StepLimits, rows: int, window: int) -> StepShape:
+    """Return the shape of a step in which rows bring up to `window` forced tokens each."""
+    shape = StepShape.uniform(rows, window)
+    return replace(shape, next_drafts=limits.query_len - 1, forced=True)
+
+
+def largest_forced_step(limits: StepLimits) -> StepShape:
+    """Return the shape of the largest step of forced tokens."""
+    window = FORCED_WINDOWS[-1]
+    return forced_shape(limits, min(limits.max_decided // window, limits.max_num_seqs), window)
 
 
 @dataclass(frozen=True)
@@ -110,7 +123,8 @@ class Worker:
         self.observers: list[StepObserver] = []
         self.num_logit_observers = 0
         self.shard: LogitShard = model.head.logit_shard  # type: ignore[assignment, union-attr]
-        self.grammar_masks = GrammarMasks(self.table, plan.query_len)
+        longest = max(plan.query_len, FORCED_WINDOWS[-1])
+        self.grammar_masks = GrammarMasks(self.table, longest)
         self.uncaptured = RunStep(program.forward, program.decide)
         if plan.device == "cpu":
             self.uncaptured = by_work(self.uncaptured, model)
@@ -137,6 +151,9 @@ class Worker:
         size = min(PAGE_SIZE, self.plan.max_model_len)
         # A prompt step compiles the kernels that no uniform step uses.
         self.run_step(StepShape(1, size, size, prompt=True, next_drafts=self.plan.query_len - 1))
+        if self.plan.device == "cuda":
+            for window in FORCED_WINDOWS:
+                self.run_step(forced_shape(self.plan, 1, window))
         step_ms = {}
         for index, shape in enumerate(shapes):
             if self.plan.device == "cuda":
@@ -180,7 +197,11 @@ class Worker:
         masked = {one.row: one for one in schedule.masked}
         launched = []
         if schedule.decode:
-            launched.append(self._launch_decode(schedule, masked, fill_masks))
+            shape = StepShape.uniform(schedule.padded_rows, schedule.num_drafts + 1)
+            launched.append(self._launch_uniform(schedule.decode, shape, masked, fill_masks))
+        if schedule.forced:
+            shape = forced_shape(self.plan, len(schedule.forced), schedule.forced_len)
+            launched.append(self._launch_uniform(schedule.forced, shape, masked, fill_masks))
         # Fetched pages belong to the prompt step alone: the decode step need not wait for them.
         self.transfers.fetch(schedule.fetched)
         if schedule.prompt:
@@ -206,22 +227,25 @@ class Worker:
         for grant in schedule.grants:
             rows.write_pages(table, grant.row, grant.column, grant.pages)
 
-    def _launch_decode(
-        self, schedule: Schedule, masked: dict[int, MaskedRow], fill_masks: FillMasks
+    def _launch_uniform(
+        self,
+        row_ids: list[int],
+        shape: StepShape,
+        masked: dict[int, MaskedRow],
+        fill_masks: FillMasks,
     ) -> LaunchedStep:
-        """Launch the uniform step: every row brings its last token and `num_drafts` drafts."""
-        self.table.inputs.fill(row_ids=schedule.decode)
-        shape = StepShape.uniform(schedule.padded_rows, schedule.num_drafts + 1)
-        specs = [self.specs[row] for row in schedule.decode]
+        """Launch a uniform step: every row brings its last token, and drafts or forced tokens."""
+        self.table.inputs.fill(row_ids=row_ids)
+        specs = [self.specs[row] for row in row_ids]
         timer = StepTimer(self.plan.device)
         query_len = shape.query_len
-        between = self.grammar_masks.begin(schedule.decode, masked, query_len, fill_masks)
+        between = self.grammar_masks.begin(row_ids, masked, query_len, fill_masks)
         _, _, logits, verdict = self._run(specs, shape, between)
         wanted = [spec.params.logprobs is not None for spec in specs]
         row_logits = self._copy_logits(wanted, logits, query_len)
         launched = [
             LaunchedRow(row, spec, True, copied, None, ())
-            for row, spec, copied in zip(schedule.decode, specs, row_logits, strict=True)
+            for row, spec, copied in zip(row_ids, specs, row_logits, strict=True)
         ]
         results = copy_to_host(verdict.results[: len(launched)])
         timer.end()
@@ -307,7 +331,7 @@ class Worker:
         for step in launched:
             step.timer.wait()
             self.group.check()
-            if not step.shape.prompt:
+            if step.shape.is_decode:
                 results.decode_ms = step.timer.ms
             for row, numbers in zip(step.rows, step.results.tolist(), strict=True):
                 result = _read_row(row, numbers) if row.emits else RowResult([])
@@ -335,10 +359,11 @@ class Worker:
 
 def _read_row(row: LaunchedRow, numbers: list[int]) -> RowResult:
     """Return what a row emitted. numbers: its line of a verdict's `results`."""
-    *tokens, accepted, drafted = numbers
+    *tokens, accepted, drafted, index, chosen = numbers
     tokens = tokens[: accepted + 1]
+    mismatch = (index, chosen) if index >= 0 else None
     scores = None
     if row.logits is not None:
         valid = [token for token in tokens if token >= 0]
         scores = logprobs(row.logits[: len(valid)], valid, row.spec.params.logprobs or 0)
-    return RowResult(tokens, drafted, accepted, scores)
+    return RowResult(tokens, drafted, accepted, scores, mismatch=mismatch)

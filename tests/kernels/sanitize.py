@@ -26,6 +26,7 @@ from typing import Any
 
 import lockstep.kernels
 from lockstep.kernels.architecture import HOPPER
+from tests.kernels.compile_launches import argument_kinds
 
 TOOLS = {
     "memcheck": ("--report-api-errors", "no"),
@@ -114,8 +115,6 @@ def chosen_cases(op: Any, backend: Any) -> Iterator[dict[str, Any]]:
     switches (constants that are None, true or false), as recorded from its launches."""
     from triton.runtime.jit import JITFunction
 
-    from tests.kernels.compile_launches import absent_of
-
     launch = JITFunction.run
     launched: list[tuple[str, tuple[tuple[str, Any], ...]]] = []
 
@@ -132,7 +131,7 @@ def chosen_cases(op: Any, backend: Any) -> Iterator[dict[str, Any]]:
             backend.run(op, backend.fresh(arguments))
         finally:
             JITFunction.run = launch
-        key = (frozenset(launched), frozenset(absent_of(arguments)))
+        key = (frozenset(launched), frozenset(argument_kinds(arguments)))
         if launched and key not in seen:
             seen.add(key)
             yield arguments

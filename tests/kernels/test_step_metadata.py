@@ -29,12 +29,14 @@ def test_metadata_equals_reference(op, backend, monkeypatch):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("width", [1, 2, 5, 8])
 @pytest.mark.parametrize("grid", [1, 16])
-def test_advance_rows_equals_plain_python(backend, width, grid):
+@pytest.mark.parametrize("forced", [False, True])
+def test_advance_rows_equals_plain_python(backend, width, grid, forced):
     """60 random rows, alone and together, with drafts that repeat a token, flushes, ended prompts,
-    and positions without a target token."""
+    forced tokens, and positions without a target token."""
     seen = set()
     for seed in range(6):
-        batch = advance(10, width, 80, prompt=False, vocab=3, seed=seed, state_grid=grid)
+        options = dict(vocab=3, seed=seed, state_grid=grid, forced=forced)
+        batch = advance(10, width, 120, prompt=False, **options)
         before = {name: x.clone() for name, x in vars(batch["table"]).items()}
         expected = [advance_in_python(batch, before, s) for s in range(10)]
         for picks in [list(range(10)), [3], [9, 0, 4, 4 + 5]]:
@@ -42,11 +44,12 @@ def test_advance_rows_equals_plain_python(backend, width, grid):
             rows = torch.tensor(picks, device=backend.device)
             for name in ("row_ids", "tokens", "drafts", "seq_lens"):
                 some[name] = some[name][rows].contiguous()
-            accepted, results = backend.run(advance_rows, some)
+            emitted, accepted, results = backend.run(advance_rows, some)
             table = some["table"]
             for i, s in enumerate(picks):
                 want = expected[s]
                 row = int(batch["row_ids"][s])
+                assert emitted[i].tolist() == want["results"][:width]
                 assert int(accepted[i]) == want["accepted"]
                 assert results[i].tolist() == want["results"]
                 assert int(table.computed[row]) == want["computed"]
@@ -59,7 +62,7 @@ def test_advance_rows_equals_plain_python(backend, width, grid):
             assert torch.equal(some["counts"][rest].cpu(), batch["counts"][rest])
             for name in ("tokens", "computed", "folded", "drafts"):
                 assert torch.equal(getattr(table, name)[rest].cpu(), before[name][rest])
-    assert seen == set(range(width))
+    assert forced or seen == set(range(width))
 
 
 def advance_in_python(
@@ -69,11 +72,16 @@ def advance_in_python(
     row = int(batch["row_ids"][s])
     tokens = batch["tokens"][s].tolist()
     drafts = batch["drafts"][s].tolist()
+    start = int(before["computed"][row])
+    history = before["tokens"][row].tolist()
+    forced = history[start + 1 : int(before["forced_end"][row])][: len(tokens)]
+    targets = tokens
+    tokens = [*forced, *tokens[len(forced) :]]
     accepted = 0
     while accepted < len(drafts) and drafts[accepted] == tokens[accepted] >= 0:
         accepted += 1
-    start = int(before["computed"][row])
-    history = before["tokens"][row].tolist()
+    differing = [i for i in range(len(forced)) if i <= accepted and forced[i] != targets[i]]
+    mismatch = [differing[0], targets[differing[0]]] if differing else [-1, targets[-1]]
     counts = batch["counts"][row].tolist()
     emits = row > 0 and int(batch["seq_lens"][s]) >= int(before["prompt_len"][row])
     if emits:
@@ -83,11 +91,14 @@ def advance_in_python(
                 counts[token] += 1
     folded = int(before["folded"][row])
     ends = [n for n in range(folded + 1, start + 1) if n % batch["state_grid"] == 0]
-    if ends and start - folded >= batch["flush"]:
+    if batch["forced"]:
+        computed = start + accepted + 1
+        folded = max(folded, computed // batch["state_grid"] * batch["state_grid"])
+    elif ends and start - folded >= batch["flush"]:
         folded = ends[-1]
     return dict(
         accepted=accepted,
-        results=[*tokens, accepted, sum(draft >= 0 for draft in drafts)],
+        results=[*tokens, accepted, sum(draft >= 0 for draft in drafts), *mismatch],
         computed=start + accepted + 1 if row else 0,
         folded=folded if row else 0,
         tokens=history,
@@ -122,5 +133,13 @@ def test_prepared_row_is_batch_independent(backend, prompt):
         for name in ("token_ids", "positions", "slot_mapping"):
             mine = getattr(full, name)[bounds[s] : bounds[s + 1]]
             assert torch.equal(mine, getattr(alone, name)), name
-        for name in ("starts", "seq_lens", "page_table", "drafts", "sample_at", "state_src"):
+        for name in (
+            "starts",
+            "committed",
+            "seq_lens",
+            "page_table",
+            "drafts",
+            "sample_at",
+            "state_src",
+        ):
             assert torch.equal(getattr(full, name)[s], getattr(alone, name)[0]), name

@@ -294,13 +294,13 @@ FAULTS = (
     ),
     Fault(
         "folded not moved at preemption", "worker", "worker.row_table", "RowTable.row_tensors",
-        "$values = [self.tokens, self.prompt_len, self.computed, self.folded, self.drafts]",
-        "$values = [self.tokens, self.prompt_len, self.computed, self.drafts]",
+        "$values = [self.tokens, self.prompt_len, self.forced_end, self.computed, self.folded]",
+        "$values = [self.tokens, self.prompt_len, self.forced_end, self.computed]",
     ),
     Fault(
-        "a request that wants no drafts has one verified", "drafter", METADATA, "_limit_drafts",
-        "return torch.where($order < $limit[:, None], $drafts, -1)",
-        "return torch.where($order <= $limit[:, None], $drafts, -1)",
+        "a request that wants no drafts has one verified", "drafter", METADATA, "_drafts",
+        "$drafts = torch.where($order < $limit[:, None], $drafts, -1)",
+        "$drafts = torch.where($order <= $limit[:, None], $drafts, -1)",
         OF_NO_DRAFTS,
     ),
     Fault(
@@ -456,10 +456,10 @@ FAULTS = (
     ),
     Fault(
         "a stop token right at min_tokens passed over", "request", "scheduling.request",
-        "Request._set_finish_reason",
-        "if len(self.output_token_ids) > self.params.min_tokens:\n"
+        "Request.ends_at",
+        "if $index < self.params.min_tokens:\n"
         "    ...",
-        "if len(self.output_token_ids) > self.params.min_tokens + 1:\n"
+        "if $index <= self.params.min_tokens:\n"
         "    ...",
     ),
     Fault(

@@ -432,3 +432,48 @@ def test_sources_of_tokens() -> None:
     plan = sched.schedule()
     sched.update(plan, fake_results(plan, count=3))
     assert request.token_sources == ["plain", "draft"], "a token past the end has no source"
+
+
+def forced_results(plan: Schedule, left: dict[int, int]) -> Results:
+    """Return results in which each forced row emits its window. left: tokens by row."""
+    results = fake_results(plan)
+    for row in plan.forced:
+        results.rows[row] = RowResult([5] * min(left[row], 64), num_accepted=min(left[row], 64) - 1)
+    return results
+
+
+def test_forced_tokens_take_windows_within_the_budget() -> None:
+    """Rows of 150, 20 and 1 forced tokens: windows of 64 and 16 tokens, 128 tokens a step."""
+    sched = make(rows=3, query_len=4, forced_budget=128)
+    for name, count in (("a", 150), ("b", 20), ("c", 1)):
+        params = SamplingParams(max_tokens=160, forced_token_ids=[5] * count)
+        sched.add(Request(name, [1] * 10, params))
+    plan = sched.schedule()
+    assert len(plan.prompt) == 3 and not plan.forced
+    sched.update(plan, fake_results(plan))
+    left = {1: 150, 2: 20, 3: 1}
+    lengths = []
+    while any(entry.num_forced for entry in sched.running):
+        plan = sched.schedule()
+        assert set(plan.forced).isdisjoint(plan.decode)
+        lengths.append((plan.forced, plan.forced_len, plan.decode))
+        sched.update(plan, forced_results(plan, left))
+        for row in plan.forced:
+            left[row] -= min(left[row], 64)
+    assert lengths == [([1, 2], 64, [3]), ([1], 64, [2, 3]), ([1], 64, [2, 3])]
+    by_name = {entry.request.id: entry.request for entry in sched.running}
+    assert by_name["a"].token_sources.count("forced") == 150
+    assert by_name["c"].token_sources[:2] == ["forced", "plain"]
+    drain(sched)
+
+
+def test_forced_tokens_up_to_the_end_need_no_decode_step() -> None:
+    sched = make(forced_budget=64)
+    request = Request("a", [1] * 10, SamplingParams(max_tokens=20, forced_token_ids=[5] * 20))
+    sched.add(request)
+    step(sched)
+    plan = sched.schedule()
+    assert (plan.forced, plan.forced_len) == ([1], 64)
+    sched.update(plan, forced_results(plan, {1: 20}))
+    assert request.finish_reason == "length" and request.output_token_ids == [5] * 20
+    assert not sched.schedule().computes

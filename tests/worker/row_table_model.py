@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from lockstep.config import Plan
 from lockstep.kernels.recurrent.history import state_grid
 from lockstep.layers.build_context import BuildContext
 from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.chunks import FORCED_WINDOWS
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import RowSpec
 from lockstep.step import StepContext, StepShape
@@ -58,7 +59,8 @@ def make_table(query_len: int, kept: torch.dtype = torch.float32) -> RowTable:
 class Line:
     """A request in the model.
 
-    tokens: prompt and answer; computed: number of tokens with KV.
+    tokens: prompt and answer; computed: number of tokens with KV; forced: tokens of the answer that
+    are forced.
     """
 
     request: Request
@@ -70,6 +72,12 @@ class Line:
     folded: int = 0
     drafts: list[int] = field(default_factory=list)
     saved: rows.HostRow | None = None
+
+    @property
+    def forced(self) -> list[int]:
+        """Forced tokens that come after the known ones."""
+        answered = len(self.tokens) - self.prompt_len
+        return list(self.request.forced_token_ids[answered:])
 
     @property
     def prompt_len(self) -> int:
@@ -133,6 +141,8 @@ class Walk:
             logit_bias=draw.choice([None, {draw.randrange(VOCAB): 2.5}]),
             bad_words_ids=draw.choice([None, [[draw.randrange(VOCAB)], [1, 2, 3]]]),
             top_k=draw.choice([0, 5]),
+            max_tokens=None,
+            forced_token_ids=draw.choice([None, self.forced_tokens(LENGTH - len(prompt))]),
         )
         request = Request(str(draw.random()), prompt, params, seed=params.seed or 0)
         line = Line(request, list(prompt), [], self.take(self.free_slots))
@@ -146,6 +156,10 @@ class Walk:
             self.written.view(-1)[line.slot_of(position)] = prompt[position]
         self.state[line.slot] = torch.tensor([line.computed, sum(prompt[: line.computed])])
         self.lines.append(line)
+
+    def forced_tokens(self, most: int) -> list[int]:
+        """Return up to `most` random tokens."""
+        return self.draw.choices(range(VOCAB), k=self.draw.randint(0, most))
 
     def chunk(self) -> None:
         """Run a prompt step: ragged chunks of the rows in their prompts."""
@@ -171,9 +185,13 @@ class Walk:
         assert step.snapshot_slots.tolist() == [3] * len(chosen)
         ends = [sum(lengths[: i + 1]) - 1 for i in range(len(chosen))]
         assert step.logit_rows.tolist() == ends
-        emitted = self.draw.choices(range(VOCAB), k=len(chosen))
-        self.advance(step, [[token] for token in emitted], [0] * len(chosen))
-        for line, length, token in zip(chosen, lengths, emitted, strict=True):
+        targets = self.draw.choices(range(VOCAB), k=len(chosen))
+        emitted = []
+        for line, length, target in zip(chosen, lengths, targets, strict=True):
+            ends = line.computed + length == line.prompt_len
+            emitted.append([line.forced[0] if ends and line.forced else target])
+        self.advance(step, [[token] for token in targets], emitted, [0] * len(chosen))
+        for line, length, (token,) in zip(chosen, lengths, emitted, strict=True):
             self.fold(line, line.computed + length)
             line.folded = line.computed
             if not line.in_prompt:
@@ -182,7 +200,7 @@ class Walk:
 
     def decode(self) -> None:
         """Run a uniform step over the decoding rows, padded with null rows."""
-        ready = [line for line in self.running() if not line.in_prompt]
+        ready = [line for line in self.running() if not (line.in_prompt or line.forced)]
         chosen = [line for line in ready if line.computed < LENGTH + self.query_len]
         if not chosen:
             return
@@ -209,12 +227,41 @@ class Walk:
                 rest[0] = (drafts[accepted[-1]] + self.draw.randint(1, VOCAB - 1)) % VOCAB
             tokens.append(drafts[: accepted[-1]] + rest)
         null = self.draw.choices(range(VOCAB), k=query_len)
-        self.advance(step, tokens + [null] * padding, accepted)
+        self.advance(step, tokens + [null] * padding, tokens, accepted)
         for line, emitted, count in zip(chosen, tokens, accepted, strict=True):
             line.tokens += emitted[: count + 1]
             line.folded = max(line.folded, line.computed // self.grid * self.grid)
             self.fold(line, line.computed + count + 1)
             self.done[f"accepted {count} of {query_len - 1}"] += 1
+
+    def force(self) -> None:
+        """Run a forced step: windows of forced tokens, padded to one length."""
+        chosen = [line for line in self.running() if not line.in_prompt and line.forced]
+        if not chosen:
+            return
+        window = self.draw.choice([2, 7, FORCED_WINDOWS[-1]])
+        counts = [min(len(line.forced) + 1, window) for line in chosen]
+        for line, count in zip(chosen, counts, strict=True):
+            self.reserve(line, min(line.computed + count, LENGTH))
+            self.table.drafts[line.row] = torch.tensor(self.make_drafts(), dtype=torch.int64)
+            line.drafts = line.forced[: count - 1] + [-1] * (window - count)
+        self.table.inputs.fill(row_ids=[line.row for line in chosen])
+        step = self.table.prepare(replace(StepShape.uniform(len(chosen), window), forced=True))
+        self.check_step(step, chosen, [window] * len(chosen))
+        assert step.committed is not None
+        assert step.committed.tolist() == counts
+        targets = [self.draw.choices(range(VOCAB), k=window) for _ in chosen]
+        emitted = [
+            line.forced[:window] + target[len(line.forced[:window]) :]
+            for line, target in zip(chosen, targets, strict=True)
+        ]
+        self.advance(step, targets, emitted, [count - 1 for count in counts])
+        for line, tokens, count in zip(chosen, emitted, counts, strict=True):
+            line.tokens += tokens[:count]
+            line.drafts = []
+            self.fold(line, line.computed + count)
+            line.folded = max(line.folded, line.computed // self.grid * self.grid)
+            self.done["forced"] += 1
 
     def make_drafts(self) -> list[int]:
         """Return K drafts, fewer, or none."""
@@ -236,16 +283,23 @@ class Walk:
         self.state[line.slot] += torch.tensor([len(new), sum(new)])
         line.computed = computed
 
-    def advance(self, step: StepContext, tokens: list[list[int]], accepted: list[int]) -> None:
+    def advance(
+        self,
+        step: StepContext,
+        targets: list[list[int]],
+        emitted: list[list[int]],
+        accepted: list[int],
+    ) -> None:
         """Write the step's tokens to their slots, then commit; null rows may accept anything."""
         self.written.view(-1)[step.slot_mapping] = step.token_ids
-        verdict = self.table.accept_and_commit(step, torch.tensor(tokens))
+        verdict = self.table.accept_and_commit(step, torch.tensor(targets))
         assert (self.table.drafts[step.row_ids] == -1).all(), "drafts are cleared"
         assert verdict.accepted[: len(accepted)].tolist() == accepted
-        for line, emitted, count, drafts in zip(
-            verdict.results.tolist(), tokens, accepted, step.drafts.tolist(), strict=False
-        ):
-            assert line == [*emitted, count, sum(draft >= 0 for draft in drafts)]
+        by_row = (verdict.results.tolist(), targets, emitted, accepted, step.drafts.tolist())
+        for line, target, tokens, count, drafts in zip(*by_row, strict=False):
+            differing = [i for i in range(count + 1) if tokens[i] != target[i]]
+            mismatch = [differing[0], target[differing[0]]] if differing else [-1, target[-1]]
+            assert line == [*tokens, count, sum(draft >= 0 for draft in drafts), *mismatch]
 
     def preempt(self) -> None:
         """Move a row to host memory; its old pages and slot are overwritten."""
@@ -339,6 +393,7 @@ class Walk:
             known = len(line.tokens)
             assert known == max(line.computed + 1, line.prompt_len)
             assert t.tokens[row, :known].tolist() == line.tokens
+            assert t.tokens[row, known : known + len(line.forced)].tolist() == line.forced
             assert int(t.prompt_len[row]) == line.prompt_len
             assert int(t.computed[row]) == line.computed
             assert int(t.folded[row]) == line.folded

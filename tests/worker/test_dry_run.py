@@ -20,6 +20,7 @@ from lockstep.kernels.architecture import (
 )
 from lockstep.kernels.backends import load as load_backends
 from lockstep.models.checkpoint import Checkpoint
+from lockstep.scheduling.chunks import FORCED_WINDOWS
 from lockstep.worker.build import sized, step_limits
 from lockstep.worker.dry_run import BLOCK_BYTES, AllocationCounter, _indexed, allocated
 from lockstep.worker.memory_estimate import DryEngine, graph_bytes
@@ -146,8 +147,9 @@ def test_dry_run_without_graphs_has_no_graph_memory(folder: Path) -> None:
 def test_graphs_share_memory_except_results(folder: Path) -> None:
     engine = dry_engine_of(folder)
     limits = sized(engine.limits, engine.config, 4, 64)
-    shapes = len(limits.row_buckets) * len(limits.draft_lengths)
+    shapes = len(limits.row_buckets) * len(limits.draft_lengths) + len(FORCED_WINDOWS)
     tokens = sum(limits.row_buckets) * sum(k + 1 for k in limits.draft_lengths)
+    tokens += sum(FORCED_WINDOWS)
     peak, kept = 10_000, 1600
     expected = peak - kept + kept * tokens // 16
     assert graph_bytes(limits, peak, kept) - shapes * (2 << 20) == expected

@@ -20,12 +20,13 @@ from tests.worker.row_table_model import PAGE, VOCAB, Walk, make_table, null_lin
 @pytest.mark.parametrize("seed", range(2))
 def test_row_table_random_walk(seed: int, query_len: int) -> None:
     walk = Walk(seed, query_len)
-    acts = [walk.admit, walk.chunk, walk.decode, walk.preempt, walk.restore, walk.release]
-    weights = [4, 5, 10, 2, 3, 1]
+    acts = [walk.admit, walk.chunk, walk.decode, walk.force, walk.preempt, walk.restore]
+    acts += [walk.release]
+    weights = [4, 5, 10, 4, 2, 3, 1]
     for _ in range(300):
         walk.draw.choices(acts, weights)[0]()
         walk.check()
-    minimum = {"prompts": 6, "restored": 6, "released": 6}
+    minimum = {"prompts": 6, "restored": 6, "released": 6, "forced": 4}
     assert all(walk.done[name] >= count for name, count in minimum.items()), walk.done
     for accepted in range(query_len):
         assert walk.done[f"accepted {accepted} of {query_len - 1}"], walk.done
@@ -39,6 +40,8 @@ def test_restored_row_equals_saved_row(query_len: int) -> None:
     line = walk.lines[0]
     while line.in_prompt:
         walk.chunk()
+    while line.forced:
+        walk.force()
     walk.decode()
     table = walk.table
     table.drafts[line.row] = torch.arange(query_len - 1)

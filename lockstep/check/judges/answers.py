@@ -16,6 +16,7 @@ CACHED = "cached tokens"
 PREEMPTIONS = "preemptions"
 DRAFTED = "draft tokens"
 ACCEPTED = "accepted draft tokens"
+FORCED = "forced tokens"
 """Names of counters in a report."""
 
 

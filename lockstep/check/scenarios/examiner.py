@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lockstep.check.drafters import NO_DRAFTER
 from lockstep.check.engines import CheckEngine
-from lockstep.check.judges.answers import ACCEPTED, CACHED, DRAFTED, NO_ENDING, PREEMPTIONS
+from lockstep.check.judges.answers import ACCEPTED, CACHED, DRAFTED, FORCED, NO_ENDING, PREEMPTIONS
 from lockstep.check.judges.plain_runs import PlainRuns
 from lockstep.check.judges.trace import compare, traced
 from lockstep.check.matrix.setups import SCENARIO, Setup
@@ -28,7 +28,7 @@ from lockstep.check.shard import WHOLE, Shard
 from lockstep.errors import LockstepError
 
 Build = Callable[[Kind], CheckEngine]
-REQUIRED_EVENTS = (CACHED, PREEMPTIONS, DRAFTED, ACCEPTED)
+REQUIRED_EVENTS = (CACHED, PREEMPTIONS, DRAFTED, ACCEPTED, FORCED)
 """Counters that must not be zero over all scenarios."""
 HOST_LOADS = "pages loaded from host memory"
 """Counter that must not be zero if a scenario is meant to load prefixes from host memory."""
@@ -185,6 +185,8 @@ def run_scenarios(
         if report.coverage is not None:
             for request in scenario.requests:
                 report.coverage.record_params(request.sampling())
+                if request.forced:
+                    report.coverage.parameters.add("forced_token_ids")
         seconds = round(time.monotonic() - scenario_started, 2)
         failed = int(result.difference is not None)
         report.add(Tally(setup_of(scenario), result.answers, failed, seconds, f"scenario {index}"))

@@ -77,6 +77,8 @@ LENGTH_LIMIT_MAX_TOKENS = 14
 """max_tokens of the outputs that max_model_len cuts."""
 NO_DRAFTS = 0.1
 """Share of the requests that disable speculative decoding."""
+FORCED = 0.3
+"""Share of the requests whose outputs begin with forced tokens."""
 BUCKETS = ((1, 2, 4, 6), (2, 6), (3, 5), (6,), (1, 2, 3, 4, 5, 6))
 """Row buckets of engines; with gaps, steps have padded rows."""
 Params = dict[str, Any]
@@ -207,6 +209,9 @@ class ScenarioGenerator:
             adapter_rng = random.Random(f"adapters {self.seed} {index}")
             names = ("", *NAMES)
             requests = tuple(replace(r, adapter=adapter_rng.choice(names)) for r in requests)
+        # A separate generator, so that forced tokens change nothing else of a scenario.
+        forced_rng = random.Random(f"forced {self.seed} {index}")
+        requests = tuple(replace(r, forced=_num_forced(forced_rng, r)) for r in requests)
         return Scenario(kind, limits, requests, warm_prefixes, poison_seed, draws)
 
     def loads_from_host(self, index: int) -> bool:
@@ -429,6 +434,13 @@ def _min_pages(requests: Requests, warm_prefixes: tuple[tuple[int, ...], ...]) -
     longest = max(len(request.prompt) + request.params["max_tokens"] for request in requests)
     longest = max(longest, max((len(prefix) + 1 for prefix in warm_prefixes), default=0))
     return -(-longest // PAGE)
+
+
+def _num_forced(rng: random.Random, request: ScenarioRequest) -> int:
+    """Return how many tokens of a request's output are forced; long outputs fill windows."""
+    if rng.random() >= FORCED:
+        return 0
+    return rng.randrange(1, request.params["max_tokens"] + 1)
 
 
 def _delayed(request: ScenarioRequest, steps: int) -> dict[str, Any]:

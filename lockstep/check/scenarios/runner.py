@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.check import oracle_drafter
 from lockstep.check.engines import CheckEngine, Completion
-from lockstep.check.judges.answers import Answer, count_events
+from lockstep.check.judges.answers import FORCED, Answer, count_events
 from lockstep.check.judges.digests import LogitDigests
 from lockstep.check.judges.plain_runs import PlainRuns
 from lockstep.check.scenarios.invariants import CheckedScheduler, InvariantError, check_no_leaks
@@ -57,7 +57,7 @@ class ScenarioRunner:
         events: Counter[str] = Counter()
         digests = LogitDigests()
         with self.engine.observed(digests), self._watched_drafts(events):
-            completions = self._drive(scenario, events)
+            completions = self._drive(scenario, plain, events)
         digests_by_id = digests.by_request()
         answers = [
             [
@@ -80,6 +80,11 @@ class ScenarioRunner:
             count_events(
                 answer for completions_of_request in answers for answer in completions_of_request
             )
+        )
+        events[FORCED] += sum(
+            completion.request.token_sources.count("forced")
+            for completions_of_request in completions
+            for completion in completions_of_request
         )
         events["requests with an adapter"] += sum(bool(r.adapter) for r in scenario.requests)
         events["aborted completions"] += sum(
@@ -122,7 +127,9 @@ class ScenarioRunner:
         executor_of(engine).collective_rpc(partial(_resize_host_memory, host_pages=host_pages))
         poison_memory(engine, scenario.poison_seed)
 
-    def _drive(self, scenario: Scenario, events: Counter[str]) -> list[list[Completion]]:
+    def _drive(
+        self, scenario: Scenario, plain: PlainRuns, events: Counter[str]
+    ) -> list[list[Completion]]:
         """Step the engine; add, abort and preempt requests at their steps."""
         engine = self.engine.engine
         completions = [
@@ -136,6 +143,8 @@ class ScenarioRunner:
                 completion.request.speculate = request.speculate
                 completion.request.cache_salt = request.salt
                 completion.request.adapter = request.adapter
+            if request.forced:
+                _force(scenario, request, request_completions, plain)
         by_id = {
             completion.request.id: completion
             for request_completions in completions
@@ -166,6 +175,20 @@ class ScenarioRunner:
             yield
         finally:
             drafter.events = None
+
+
+def _force(
+    scenario: Scenario,
+    request: ScenarioRequest,
+    completions: list[Completion],
+    plain: PlainRuns,
+) -> None:
+    """Force the first tokens of a request's plain outputs into its completions."""
+    params = scenario.plain_params(request)
+    answers = plain.of(request.adapter).answers(request.prompt, params)
+    for completion, answer in zip(completions, answers, strict=True):
+        forced = answer.tokens[: request.forced]
+        completion.request.params = replace(completion.request.params, forced_token_ids=forced)
 
 
 def oracle_texts(scenario: Scenario, plain: PlainRuns) -> list[list[int]]:

@@ -15,7 +15,7 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.settings import why_unread
 from lockstep.worker.hooks import CheckHooks
 
-VERSION = 3
+VERSION = 4
 """Version of the file format; it changes with the fields of the classes below."""
 MAX_MODEL_LEN = 640
 """max_model_len of the engines that run scenarios."""
@@ -91,7 +91,8 @@ class ScenarioRequest:
 
     params: fields of SamplingParams that differ from the defaults. arrival, abort, preempt: steps
     at which it is added, aborted and preempted. speculate: whether it may use drafts. salt: its
-    cache_salt. adapter: name of its LoRA adapter, "" for the base model.
+    cache_salt. adapter: name of its LoRA adapter, "" for the base model. forced: first tokens of
+    its plain output that are forced; the output must still be the plain one.
     """
 
     prompt: tuple[int, ...]
@@ -103,6 +104,7 @@ class ScenarioRequest:
     speculate: bool = True
     salt: str = ""
     adapter: str = ""
+    forced: int = 0
 
     def sampling(self) -> SamplingParams:
         """Return the sampling parameters."""

@@ -69,7 +69,16 @@ def _simpler_engine(scenario: Scenario) -> Iterator[Scenario]:
 
 def _simpler_request(request: ScenarioRequest) -> Iterator[ScenarioRequest]:
     plain = ScenarioRequest(())
-    for name in ("abort", "preempt", "arrival", "priority", "speculate", "salt", "adapter"):
+    for name in (
+        "abort",
+        "preempt",
+        "arrival",
+        "priority",
+        "speculate",
+        "salt",
+        "adapter",
+        "forced",
+    ):
         default: Any = getattr(plain, name)
         if getattr(request, name) != default:
             yield replace(request, **{name: default})

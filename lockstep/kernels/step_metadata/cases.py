@@ -15,6 +15,8 @@ GARBAGE = 1 << 30
 PAGE_SIZE = 4
 MAX_DRAFTS = 15
 """Draft columns of a table."""
+FORCED_WINDOW = 16
+"""Tokens of a window of forced tokens."""
 SIZES = ((1, 1, 60), (5, 4, 2100), (3, 8, 60), (11, 2, 300), (2, 16, 60))
 """(rows of the step, query length, tokens per row of the table)."""
 
@@ -45,6 +47,7 @@ def random_table(
     table = RowTensors(
         tokens=tokens,
         prompt_len=source.ints(1, max_computed, rows + 1),
+        forced_end=torch.zeros(rows + 1, dtype=torch.int32),
         computed=computed,
         folded=(computed - source.ints(0, 30, rows + 1)).clamp_min(0),
         drafts=source.ints(-1, vocab, rows + 1, drafts, dtype=torch.int64),
@@ -57,6 +60,14 @@ def random_table(
     table.page_table[0] = 0
     table.tokens[0, 0] = 0
     return table
+
+
+def force(table: RowTensors, source: RandomSource, row: int, count: int, vocab: int) -> None:
+    """Give a row `count` forced tokens after its last one."""
+    start = int(table.computed[row]) + 1
+    table.tokens[row, start : start + count] = source.ints(0, vocab, count, dtype=torch.int64)
+    table.forced_end[row] = start + count
+    table.prompt_len[row].clamp_(max=start - 1)  # forced tokens follow the prompt
 
 
 def row_ids(source: RandomSource, rows: int, table: int) -> Tensor:
@@ -76,7 +87,17 @@ def prepare_step_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]
         sources = source.ints(0, 2, rows) * source.ints(1, 99, rows)
         sizes = dict(tokens=rows * query_len, query_len=query_len)
         name = f"{rows}x{query_len}"
-        yield name, dict(common, query_lens=None, state_src=torch.zeros_like(sources), **sizes)
+        own_slots = torch.zeros_like(sources)
+        yield name, dict(common, query_lens=None, state_src=own_slots, **sizes)
+        # Windows of forced tokens that are padded, full, longer than the window, or empty.
+        window = FORCED_WINDOW
+        forced = random_table(source, rows + 2, MAX_DRAFTS, length + 4 * window, 50)
+        counts = [5, window - 1, 3 * window, 0, 1]
+        for index, row in enumerate(chosen[chosen > 0].tolist()):
+            force(forced, source, row, counts[index % len(counts)], 50)
+        sizes = dict(tokens=rows * window, query_len=window)
+        arguments = dict(common, table=forced, query_lens=None, state_src=own_slots, **sizes)
+        yield f"forced, {name}", arguments
         chunks = source.ints(1, 3 * query_len, rows)
         if length > 1000:
             chunks[0] = 600
@@ -95,8 +116,13 @@ def advance(
     vocab: int = 9,
     seed: int = 0,
     state_grid: int = 1,
+    forced: bool = False,
 ) -> dict[str, Any]:
-    """Return arguments of advance_rows. A small vocabulary makes tokens repeat and drafts match."""
+    """Return arguments of advance_rows. A small vocabulary makes tokens repeat and drafts match.
+
+    Every third row has forced tokens, up to several windows. forced: the others have one or none,
+    and no drafts.
+    """
     source = RandomSource(seed + rows)
     table = random_table(source, rows + 2, MAX_DRAFTS, length, vocab)
     chosen = row_ids(source, rows, rows + 2)
@@ -106,6 +132,23 @@ def advance(
     drafts[wrong] = source.ints(-1, vocab, *drafts.shape, dtype=torch.int64)[wrong]
     tokens[source.ints(0, 8, *tokens.shape) == 0] = -1
     starts = table.computed[chosen]
+    seq_lens = starts + (source.ints(1, 2 * width + 1, rows) if prompt else width)
+    if forced:
+        drafts[:] = -1
+    for index, row in enumerate(chosen.tolist()):
+        if row == 0 or (index % 3 and not forced):
+            continue
+        count = int(source.ints(0, 3 * width if index % 3 == 0 else 2, 1))
+        force(table, source, row, count, vocab)
+        # As prepare_step: forced tokens are the drafts of the window.
+        first = int(starts[index]) + 1
+        shown = min(count, width - 1)
+        if shown:
+            drafts[index] = -1
+            drafts[index, :shown] = table.tokens[row, first : first + shown]
+        if prompt:
+            table.forced_end[row] = int(seq_lens[index]) + count
+            table.tokens[row, int(seq_lens[index])] = 1
     counts = source.ints(0, 5, rows + 3, vocab)
     counts[0] = 0
     return dict(
@@ -114,10 +157,11 @@ def advance(
         row_ids=chosen,
         tokens=tokens,
         drafts=drafts,
-        seq_lens=starts + (source.ints(1, 2 * width + 1, rows) if prompt else width),
+        seq_lens=seq_lens,
         flush=8,
         state_grid=state_grid,
         prompt=prompt,
+        forced=forced,
     )
 
 
@@ -127,4 +171,9 @@ def advance_rows_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]
         for grid in (1, 16):
             arguments = advance(rows, width, length, prompt=False, state_grid=grid)
             yield f"{rows}x{width}, grid {grid}", arguments
+            window = FORCED_WINDOW
+            arguments = advance(
+                rows, window, length + 5 * window, False, state_grid=grid, forced=True
+            )
+            yield f"forced, {rows}, grid {grid}", arguments
         yield f"prompts, {rows}", advance(rows, 1, length, prompt=True)

@@ -20,13 +20,16 @@ from lockstep.kernels.registry import op
 class RowTensors:
     """Row table, except for sampling parameters. Contiguous, int32 unless noted.
 
-    tokens [R, L] int64: prompt, generated tokens, then drafts. prompt_len [R]. computed [R]: tokens
-    in the KV cache. folded [R]: tokens that the recurrent state in memory includes. drafts [R, K]
-    int64 (-1: none). draft_limit [R]: maximum drafts per step. page_table [R, P]. state_slots [R].
+    tokens [R, L] int64: prompt, forced tokens that are not computed yet, generated tokens, then
+    drafts. prompt_len [R]. forced_end [R]: position after the row's last forced token, at most
+    prompt_len where it has none. computed [R]: tokens in the KV cache. folded [R]: tokens that the
+    recurrent state in memory includes. drafts [R, K] int64 (-1: none). draft_limit [R]: maximum
+    drafts per step. page_table [R, P]. state_slots [R].
     """
 
     tokens: Tensor
     prompt_len: Tensor
+    forced_end: Tensor
     computed: Tensor
     folded: Tensor
     drafts: Tensor
@@ -43,6 +46,7 @@ class StepTensors:
     """
 
     starts: Tensor
+    committed: Tensor
     seq_lens: Tensor
     cu_seqlens: Tensor
     state_slots: Tensor
@@ -74,6 +78,11 @@ def prepare_step(
     end (padding) belong to the last row. None: every row has query_len tokens, its last token and
     drafts. Drafts past the row's draft_limit become -1. Drafts are written to table.tokens after
     the last token, 0 for none. state_src [S] int32: slot to resume from; 0 is the row's own slot.
+
+    A row's forced tokens are in table.tokens already. Those after its last token are its drafts of
+    this step, whatever its draft_limit is, and it has no other drafts. committed [S]: leading
+    tokens of a row that are committed whatever the target emits: in a uniform step its last token
+    and the forced ones, at most query_len; all tokens of a prompt chunk.
     """
     uniform = query_lens is None
     window = query_len if uniform else 1
@@ -88,13 +97,17 @@ def prepare_step(
     pages = table.page_table[row_ids]
     column = (positions // page_size).clamp_max_(pages.shape[1] - 1)
     slots = table.state_slots[row_ids].long()
-    drafts = _limit_drafts(table.drafts[row_ids, : window - 1], table.draft_limit[row_ids])
+    committed = lengths
+    if uniform:
+        committed = (table.forced_end[row_ids] - starts).clamp(1, query_len)
+    drafts = _drafts(table, row_ids, starts, committed, window - 1)
     _append_drafts(table.tokens, row_ids, starts, drafts)
     # Padding may lie past the table's last column; what it reads there is never used.
     columns = positions.clamp_max(table.tokens.shape[1] - 1)
     decided = torch.arange(1 - window, 1, device=starts.device)
     return StepTensors(
         starts=starts,
+        committed=committed,
         seq_lens=seq_lens,
         cu_seqlens=cu,
         state_slots=slots,
@@ -111,10 +124,17 @@ def prepare_step(
     )
 
 
-def _limit_drafts(drafts: Tensor, limit: Tensor) -> Tensor:
-    """Replace drafts [S, W-1] past each row's limit [S] by -1."""
-    order = torch.arange(drafts.shape[1], device=drafts.device)
-    return torch.where(order < limit[:, None], drafts, -1)
+def _drafts(
+    table: RowTensors, row_ids: Tensor, starts: Tensor, committed: Tensor, count: int
+) -> Tensor:
+    """Return the drafts [S, count] of a step: forced tokens, or else the row's limited drafts."""
+    order = torch.arange(count, device=starts.device)
+    limit = torch.where(committed > 1, 0, table.draft_limit[row_ids])
+    proposed = table.drafts[row_ids, :count]
+    drafts = F.pad(proposed, (0, count - proposed.shape[1]), value=-1)
+    drafts = torch.where(order < limit[:, None], drafts, -1)
+    forced = table.tokens[row_ids[:, None], starts[:, None] + 1 + order]
+    return torch.where(order < committed[:, None] - 1, forced, drafts)
 
 
 def _append_drafts(tokens: Tensor, row_ids: Tensor, starts: Tensor, drafts: Tensor) -> None:
@@ -135,41 +155,58 @@ def advance_rows(
     flush: int,
     state_grid: int,
     prompt: bool,
-) -> tuple[Tensor, Tensor]:
-    """Commit a step's results to the table. Returns accepted [S] int32 and results [S, W+2] int64.
+    forced: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Commit a step's results to the table.
+
+    Returns emitted [S, W] int64, accepted [S] int32 and results [S, W+4] int64.
 
     counts [R, V] int32: generated tokens per row, for penalties. tokens [S, W] int64: tokens of the
     target; -1 for none. drafts [S, W-1] int64. seq_lens [S]: lengths including the step's tokens.
-    flush, state_grid: see next_folded. prompt: whether rows were prompt chunks.
+    flush, state_grid: see next_folded. prompt: whether rows were prompt chunks. forced: whether
+    the rows had windows of forced tokens, see StepShape.
 
-    accepted: number of leading drafts that equal their token. results, for the host: tokens,
-    accepted, number of drafts.
+    emitted: tokens, with the row's forced token where it has one at that position. accepted: number
+    of leading drafts that equal their emitted token. results, for the host: emitted, accepted,
+    number of drafts, and the first mismatch: the index among the 1 + accepted emitted tokens of a
+    forced one that the target would not have emitted (-1: none), with the target's token.
 
     A prompt chunk commits all of its tokens, and its state includes them; it emits a token only if
-    it ends the prompt. A generated step has written the state as next_folded says. The first 1 +
-    accepted of its W tokens count as generated. Rows that emit nothing, and the null row, keep
-    their tokens. A token of -1 equals no draft, is stored as 0 and is not counted; results keep it.
-    The rows' drafts are cleared: a drafter writes new ones after this op.
+    it ends the prompt. A generated step has written the state as next_folded says. A forced step
+    has written it at the last multiple of the grid among the tokens that are now computed. The
+    first 1 + accepted of its W emitted tokens count as generated. Rows that emit nothing, and the
+    null row, keep their tokens. A token of -1 equals no draft, is stored as 0 and is not counted;
+    results keep it. The rows' drafts are cleared: a drafter writes new ones after this op.
     """
-    matches = ((drafts == tokens[:, :-1]) & (drafts >= 0)).int()
-    accepted = matches.cumprod(1).sum(1, dtype=torch.int32)
     width = tokens.shape[1]
     real = row_ids > 0
-    computed = seq_lens - (width - 1) + accepted
+    first = seq_lens - (width - 1)
+    order = torch.arange(width, device=tokens.device)
+    columns = (first[:, None] + order).clamp_max_(table.tokens.shape[1] - 1)
+    old = table.tokens[row_ids[:, None], columns]
+    emits = (real & (seq_lens >= table.prompt_len[row_ids]))[:, None]
+    is_forced = emits & (first[:, None] + order < table.forced_end[row_ids][:, None])
+    emitted = torch.where(is_forced, old, tokens)
+    matches = ((drafts == emitted[:, :-1]) & (drafts >= 0)).int()
+    accepted = matches.cumprod(1).sum(1, dtype=torch.int32)
+    computed = first + accepted
     folded = computed
-    if not prompt:
+    if forced:
+        folded = next_folded(computed, table.folded[row_ids], 1, state_grid)
+    elif not prompt:
         folded = next_folded(seq_lens - width, table.folded[row_ids], flush, state_grid)
     table.computed[row_ids] = torch.where(real, computed, 0)
     table.folded[row_ids] = torch.where(real, folded, 0)
     table.drafts[row_ids] = -1
-    emits = (real & (seq_lens >= table.prompt_len[row_ids]))[:, None]
-    order = torch.arange(width, device=tokens.device)
-    columns = (seq_lens[:, None] - (width - 1) + order).clamp_max_(table.tokens.shape[1] - 1)
-    old = table.tokens[row_ids[:, None], columns]
-    stored = tokens.clamp_min(0)
+    stored = emitted.clamp_min(0)
     table.tokens[row_ids[:, None], columns] = torch.where(emits, stored, old)
-    counted = (emits & (order <= accepted[:, None]) & (tokens >= 0)).int()
+    counted = (emits & (order <= accepted[:, None]) & (emitted >= 0)).int()
     flat = (row_ids[:, None] * counts.shape[1] + stored).flatten()
     counts.view(-1).index_add_(0, flat, counted.flatten())
     drafted = (drafts >= 0).sum(1, keepdim=True)
-    return accepted, torch.cat([tokens, accepted[:, None], drafted], dim=1)
+    differs = is_forced & (order <= accepted[:, None]) & (old != tokens)
+    index = torch.where(differs, order, width).min(1, keepdim=True).values
+    chosen = tokens.gather(1, index.clamp_max(width - 1))
+    mismatch = [torch.where(index < width, index, -1), chosen]
+    results = torch.cat([emitted, accepted[:, None], drafted, *mismatch], dim=1)
+    return emitted, accepted, results

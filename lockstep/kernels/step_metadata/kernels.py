@@ -35,10 +35,10 @@ def _row_bounds(query_lens, query_len, s, BLOCK: tl.constexpr):
     ]
 )  # fmt: skip
 def prepare_kernel(
-    row_ids, query_lens, sources, history, computed, table_folded, table_drafts, limits, tables,
-    row_slots,
-    starts, seq_lens, cu_seqlens, state_slots, state_src, folded, page_table, drafts, sample_at,
-    token_rows, positions, token_ids, slot_mapping, ends,
+    row_ids, query_lens, sources, history, forced_ends, computed, table_folded, table_drafts,
+    limits, tables, row_slots,
+    starts, committed, seq_lens, cu_seqlens, state_slots, state_src, folded, page_table, drafts,
+    sample_at, token_rows, positions, token_ids, slot_mapping, ends,
     rows, tokens, query_len, window, length, max_drafts, columns, page_size,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -55,9 +55,16 @@ def prepare_kernel(
     live = lane < tl.where(s == rows - 1, tokens - first, count)
     position = start + lane
     drafted = live & (lane > 0) & (lane < window)
-    wanted = drafted & (lane <= tl.load(limits + row))
+    num_committed = count
+    if query_lens is None:
+        ahead = tl.load(forced_ends + row) - start
+        num_committed = tl.minimum(tl.maximum(ahead, 1), query_len)
+    # Forced tokens are drafts that the history has already. A row with any has no other drafts.
+    limit = tl.where(num_committed > 1, 0, tl.load(limits + row))
+    wanted = drafted & (lane <= tl.minimum(limit, max_drafts))
     draft = tl.load(table_drafts + lane - 1, mask=wanted, other=-1)
-    token = tl.load(history + tl.minimum(position, length - 1), mask=live & ~drafted, other=0)
+    token = tl.load(history + tl.minimum(position, length - 1), mask=live, other=0)
+    draft = tl.where(drafted & (lane < num_committed), token, draft)
     slot = slot_at(tables, tl.where(live, position, 0), columns, page_size)
     tl.store(history + position, tl.maximum(draft, 0), mask=drafted)
     tl.store(drafts + s * (window - 1) + lane - 1, draft, mask=drafted)
@@ -73,6 +80,7 @@ def prepare_kernel(
         row_slot = tl.load(row_slots + row)
         source = tl.load(sources + s)
         tl.store(starts + s, start)
+        tl.store(committed + s, num_committed)
         tl.store(seq_lens + s, known)
         tl.store(cu_seqlens + s + 1, first + count)
         tl.store(state_slots + s, row_slot.to(tl.int64))
@@ -85,36 +93,50 @@ def prepare_kernel(
 
 @triton.jit(do_not_specialize=["length", "max_drafts", "vocab", "flush", "state_grid"])
 def advance_kernel(
-    row_ids, tokens, drafts, seq_lens, history, prompt_len, computed, folded, next_drafts, counts,
-    accepted, results, length, max_drafts, vocab, flush, state_grid,
-    PROMPT: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr,
+    row_ids, tokens, drafts, seq_lens, history, prompt_len, forced_end, computed, folded,
+    next_drafts, counts, emitted, accepted, results,
+    length, max_drafts, vocab, flush, state_grid,
+    PROMPT: tl.constexpr, FORCED: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Commit the results of one row."""
     s = tl.program_id(0)
     lane = tl.arange(0, LANES)
     row = tl.load(row_ids + s)
     live = lane < W
-    token = tl.load(tokens + s * W + lane, mask=live, other=0)
+    target = tl.load(tokens + s * W + lane, mask=live, other=0)
     draft = tl.load(drafts + s * (W - 1) + lane, mask=lane < W - 1, other=-1)
+    seq_len = tl.load(seq_lens + s)
+    known = seq_len - (W - 1)
+    real = row > 0
+    emits = real & (seq_len >= tl.load(prompt_len + row))
+    column = tl.minimum(known + lane, length - 1)
+    # A forced token is emitted whatever the target's token is.
+    is_forced = live & emits & (known + lane < tl.load(forced_end + row))
+    old = tl.load(history + row * length + column, mask=is_forced, other=0)
+    token = tl.where(is_forced, old, target)
     equal = (lane < W - 1) & (draft == token) & (draft >= 0)
     num_accepted = tl.min(tl.where(equal, W - 1, lane), 0)
-    known = tl.load(seq_lens + s) - (W - 1)
-    real = row > 0
     new_folded = known + num_accepted
-    if not PROMPT:
+    if FORCED:
+        new_folded = next_folded(known + num_accepted, tl.load(folded + row), 1, state_grid)
+    elif not PROMPT:
         new_folded = next_folded(known - 1, tl.load(folded + row), flush, state_grid)
     tl.store(computed + row, tl.where(real, known + num_accepted, 0))
     tl.store(folded + row, tl.where(real, new_folded, 0))
     for begin in range(0, max_drafts, LANES):
-        column = begin + lane
-        tl.store(next_drafts + row * max_drafts + column, -1, mask=column < max_drafts)
+        index = begin + lane
+        tl.store(next_drafts + row * max_drafts + index, -1, mask=index < max_drafts)
+    tl.store(emitted + s * W + lane, token, mask=live)
     tl.store(accepted + s, num_accepted)
-    results += s * (W + 2)
+    differs = live & emits & (lane <= num_accepted) & (token != target)
+    mismatch = tl.min(tl.where(differs, lane, W), 0)
+    chosen = tl.sum(tl.where(lane == tl.minimum(mismatch, W - 1), target, 0), 0)
+    results += s * (W + 4)
     tl.store(results + lane, token, mask=live)
     tl.store(results + W, num_accepted.to(tl.int64))
     tl.store(results + W + 1, tl.sum((draft >= 0).to(tl.int64), 0))
-    emits = real & (known + (W - 1) >= tl.load(prompt_len + row))
-    column = tl.minimum(known + lane, length - 1)
+    tl.store(results + W + 2, tl.where(mismatch < W, mismatch, -1).to(tl.int64))
+    tl.store(results + W + 3, chosen)
     tl.store(history + row * length + column, tl.maximum(token, 0), mask=live & emits)
     # A token that occurs twice in the window is counted by both of its lanes. Both store the same
     # sum, so the order of the stores does not matter.

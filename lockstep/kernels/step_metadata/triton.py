@@ -1,5 +1,6 @@
 """Launchers of prepare_step and advance_rows in Triton."""
 
+import torch
 import triton
 from torch import Tensor
 
@@ -34,6 +35,7 @@ def prepare_step_triton(
 
     out = StepTensors(
         starts=ints(rows),
+        committed=ints(rows),
         seq_lens=ints(rows),
         cu_seqlens=ints(rows + 1),
         state_slots=longs(rows),
@@ -54,6 +56,7 @@ def prepare_step_triton(
         query_lens=query_lens,
         sources=state_src,
         history=table.tokens,
+        forced_ends=table.forced_end,
         computed=table.computed,
         table_folded=table.folded,
         table_drafts=table.drafts,
@@ -86,11 +89,13 @@ def advance_rows_triton(
     flush: int,
     state_grid: int,
     prompt: bool,
-) -> tuple[Tensor, Tensor]:
+    forced: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Launch advance_kernel: see step_metadata.advance_rows. tokens, drafts are contiguous."""
     rows, width = tokens.shape
+    emitted = torch.empty_like(tokens)
     accepted = seq_lens.new_empty(rows)
-    results = tokens.new_empty(rows, width + 2)
+    results = tokens.new_empty(rows, width + 4)
     advance_kernel[(rows,)](
         row_ids=row_ids,
         tokens=tokens,
@@ -98,10 +103,12 @@ def advance_rows_triton(
         seq_lens=seq_lens,
         history=table.tokens,
         prompt_len=table.prompt_len,
+        forced_end=table.forced_end,
         computed=table.computed,
         folded=table.folded,
         next_drafts=table.drafts,
         counts=counts,
+        emitted=emitted,
         accepted=accepted,
         results=results,
         length=table.tokens.shape[1],
@@ -110,8 +117,9 @@ def advance_rows_triton(
         flush=flush,
         state_grid=state_grid,
         PROMPT=prompt,
+        FORCED=forced,
         W=width,
         LANES=triton.next_power_of_2(width),
         num_warps=1,
     )
-    return accepted, results
+    return emitted, accepted, results
