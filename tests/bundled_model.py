@@ -3,12 +3,17 @@
 from dataclasses import fields, replace
 from typing import Any
 
+import pytest
+
 from lockstep import LLM, SamplingParams
 from lockstep.config import EngineConfig
 from lockstep.engine_builder import build_engine
+from lockstep.llm import processor_of
 from lockstep.outputs import RequestOutput
 from lockstep.spec import drafter_module
-from lockstep.worker.executor import worker_of
+from lockstep.text.processor import Processor
+from lockstep.text.settings import TextSettings
+from lockstep.worker.executor import Facts, worker_of
 from lockstep.worker.hooks import NO_HOOKS, CheckHooks
 
 TEXT = "def read(path):"
@@ -23,6 +28,7 @@ NUM_TOKENS = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, seed=0)
 SEEDED = replace(GREEDY, temperature=0.9, top_p=0.95, seed=7)
 DRAFTS = 3
+PROCESSORS: dict[tuple[int, int], Processor] = {}
 
 
 def make_engine(drafter: str | None, hooks: CheckHooks = NO_HOOKS, **settings: Any) -> LLM:
@@ -36,7 +42,21 @@ def make_engine(drafter: str | None, hooks: CheckHooks = NO_HOOKS, **settings: A
     spec |= {name: settings.pop(name) for name in list(settings) if name in keys}
     settings = {"max_model_len": 512, "max_num_seqs": 4, **settings}
     config = EngineConfig.read(speculative_config=spec if drafter else None, **settings)
-    return LLM.from_engine(build_engine(config, hooks=hooks))
+    engine = build_engine(config, hooks=hooks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lockstep.llm.processor_of", shared_processor)
+        return LLM.from_engine(engine)
+
+
+def shared_processor(facts: Facts, text: TextSettings) -> Processor:
+    """Return one processor for all engines of the bundled model; a tokenizer and a template take a
+    quarter of the start of an engine."""
+    if facts.config.model is not None or facts.config.skip_tokenizer_init:
+        return processor_of(facts, text)
+    key = (facts.plan.max_model_len, facts.vocab_size)
+    if key not in PROCESSORS:
+        PROCESSORS[key] = processor_of(facts, text)
+    return PROCESSORS[key]
 
 
 def assert_idle(llm: LLM) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,11 +35,17 @@ def test_a_seed_gives_one_sample(task: str) -> None:
     assert first != [tasks.draw(seed, evaluation=True, task=task).pieces for seed in SEEDS]
 
 
+@cache
+def template_of_model() -> ChatTemplate:
+    """Return the template of the bundled model."""
+    return ChatTemplate(TEMPLATE.read_text())
+
+
 @pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("task", tasks.TASKS)
 @pytest.mark.parametrize("evaluation", [False, True])
 def test_prompts_are_what_the_template_renders(task: str, evaluation: bool) -> None:
-    template = ChatTemplate(TEMPLATE.read_text())
+    template = template_of_model()
     for seed in SEEDS:
         sample = tasks.draw(seed, evaluation=evaluation, task=task)
         assert template.render(sample.messages, sample.tools) == sample.prompt

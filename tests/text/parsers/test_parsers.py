@@ -6,7 +6,7 @@ import random
 import time
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
@@ -121,6 +121,7 @@ PARTS = [
 TEXTS = st.lists(st.sampled_from(PARTS), max_size=25).map("".join) | st.text()
 
 
+@settings(max_examples=50)
 @given(
     TEXTS,
     st.lists(st.integers(1, 9), max_size=30),
