@@ -19,12 +19,20 @@ from lockstep.engine_builder import build_engine
 from lockstep.errors import EngineDeadError, RequestError, brief
 from lockstep.keywords import CALL, check_keywords
 from lockstep.llm import build_remote_engine, processor_of
-from lockstep.outputs import RequestOutput
+from lockstep.outputs import RequestOutput, ScoreOutput
 from lockstep.progress import Progress
 from lockstep.request_group import RequestGroup
 from lockstep.sampling_params import RequestOutputKind, SamplingParams
 from lockstep.text.model_tokenizer import ModelTokenizer
 from lockstep.text.processor import Prompt, TextUpdate
+from lockstep.text.scores import (
+    GREEDY,
+    Answer,
+    answer_ids,
+    naming_answers,
+    score_output,
+    score_params,
+)
 from lockstep.text.settings import TextSettings
 from lockstep.worker.executor import Facts
 
@@ -171,6 +179,35 @@ class AsyncLLM:
         finally:
             await outputs.aclose()
 
+    async def score(
+        self,
+        prompt: Prompt,
+        answer: Answer,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        logprobs: int = 0,
+        priority: int = 0,
+        lora_request: str | None = None,
+    ) -> ScoreOutput:
+        """Return the log-probabilities of a given answer: see LLM.score().
+
+        Raises what generate() does.
+        """
+        if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
+            raise _not_sampling_params(sampling_params)
+        params = score_params(
+            GREEDY if sampling_params is None else sampling_params,
+            await asyncio.to_thread(answer_ids, self.processor, answer),
+            logprobs,
+        )
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        outputs = self.generate(
+            prompt, params, request_id, priority=priority, lora_request=lora_request
+        )
+        with naming_answers():
+            return score_output([output async for output in outputs][-1])
+
     async def add_request(
         self,
         request_id: str,
@@ -193,11 +230,7 @@ class AsyncLLM:
                 "request_id",
             )
         if params is not None and not isinstance(params, SamplingParams):
-            raise RequestError(
-                f"sampling_params={brief(params)} is not allowed; allowed: SamplingParams. Make "
-                "one.",
-                "sampling_params",
-            )
+            raise _not_sampling_params(params)
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise RequestError(
                 f"priority={brief(priority)} is not allowed; allowed: a whole number. Send one.",
@@ -254,6 +287,13 @@ class AsyncLLM:
         traceback: TracebackType | None,
     ) -> None:
         self.shutdown()
+
+
+def _not_sampling_params(value: object) -> RequestError:
+    return RequestError(
+        f"sampling_params={brief(value)} is not allowed; allowed: SamplingParams. Make one.",
+        "sampling_params",
+    )
 
 
 AsyncLLMEngine = AsyncLLM

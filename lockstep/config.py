@@ -327,6 +327,7 @@ class StepLimits:
     numerics: text of everything that bits depend on except weights and request.
     quantization: weight format, None for unquantized weights.
     adapters: digest of each LoRA adapter by its name, in the order of lora_modules.
+    has_predictions: the drafter reads the predicted texts of requests.
     """
 
     model_path: Path
@@ -344,6 +345,7 @@ class StepLimits:
     numerics: str
     quantization: str | None = None
     adapters: dict[str, str] = field(default_factory=dict)
+    has_predictions: bool = False
 
     @property
     def row_columns(self) -> int:

@@ -179,7 +179,7 @@ _GENERATES = "models generate text here; serve embeddings and scores by another 
 _ONE_PROCESS = "the engine is one process; use engine, the engine itself."
 _TRACE = "measure a step's kernels by `lockstep bench --trace`."
 METHODS: Mapping[str, str] = {
-    **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), _GENERATES),
+    **dict.fromkeys(("encode", "embed", "classify", "reward"), _GENERATES),
     **dict.fromkeys(("collective_rpc", "apply_model"), _ONE_PROCESS),
     **dict.fromkeys(("start_profile", "stop_profile"), _TRACE),
     "sleep": "close() frees the memory; make a new LLM later.",

@@ -19,13 +19,22 @@ from lockstep.engine_args import EngineArgs
 from lockstep.engine_builder import build_engine
 from lockstep.errors import EngineDeadError, RequestError, brief
 from lockstep.keywords import CALL, CHAT, METHODS, check_keywords
-from lockstep.outputs import RequestOutput
+from lockstep.outputs import RequestOutput, ScoreOutput
 from lockstep.progress import Progress, progress_bar
 from lockstep.request_group import ReplyReader, RequestGroup
 from lockstep.sampling_params import SamplingParams
 from lockstep.text.grammars.tool_calls import ToolChoice
 from lockstep.text.model_tokenizer import ModelTokenizer
 from lockstep.text.processor import Processor, Prompt
+from lockstep.text.scores import (
+    GREEDY,
+    Answer,
+    answer_ids,
+    answer_list,
+    naming_answers,
+    score_output,
+    score_params,
+)
 from lockstep.text.settings import TextSettings
 from lockstep.text.templates.chat_template import check_kwargs
 from lockstep.text.tokenizers.tokenizer import Tokenizer
@@ -48,6 +57,8 @@ CHAT_PARAMETERS = (
     *GENERATE[2:],
 )
 """Parameters of chat(), for the same error."""
+SCORE = ("prompts", "answers", "sampling_params", "logprobs", *GENERATE[2:])
+"""Parameters of score(), for the same error."""
 
 
 def processor_of(facts: Facts, text: TextSettings) -> Processor:
@@ -182,6 +193,50 @@ class LLM:
         return self._answer(
             prompt_list, params, priority, on_progress, use_tqdm, adapters=lora_request
         )
+
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        answers: Answer | Sequence[Answer],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        logprobs: int = 0,
+        priority: int | Sequence[int] | None = 0,
+        lora_request: str | Sequence[str] | None = None,
+        on_progress: Callable[[RequestOutput], None] | None = None,
+        use_tqdm: bool = True,
+        **others: Any,
+    ) -> list[ScoreOutput]:
+        """Return the log-probabilities of given answers, bit for bit those of their generation.
+
+        answers: a text or token ids each, one per prompt; or several of one prompt. A text is
+        tokenized without special tokens; token ids of a generated answer are exact. logprobs: N
+        likeliest tokens at each position, next to the answer's own. sampling_params: those that
+        forced_mismatch compares the answer with, greedy ones by default; no score depends on them.
+        An answer is read to its end, stop tokens included.
+
+        Raises what generate() does.
+        """
+        check_keywords(others, SCORE, CALL)
+        answers_ids = [answer_ids(self.processor, one) for one in answer_list(answers)]
+        prompt_list = _as_list(prompts)
+        if len(prompt_list) == 1:
+            prompt_list *= len(answers_ids)
+        if len(prompt_list) != len(answers_ids):
+            raise RequestError(
+                f"answers has {len(answers_ids)} entries for {len(prompt_list)} prompts; send one "
+                "per prompt, or one prompt.",
+                "answers",
+            )
+        params = self._params(sampling_params, len(prompt_list), lambda: GREEDY)
+        params = [
+            score_params(one, ids, logprobs) for one, ids in zip(params, answers_ids, strict=True)
+        ]
+        with naming_answers():
+            outputs = self._answer(
+                prompt_list, params, priority, on_progress, use_tqdm, adapters=lora_request
+            )
+        return [score_output(output) for output in outputs]
 
     def _answer(
         self,

@@ -117,3 +117,26 @@ class RequestOutput:
     def num_cached_tokens(self) -> int:
         """Return the prompt tokens that the prefix cache had."""
         return self.metrics.num_cached_tokens
+
+
+@dataclass
+class ScoreOutput:
+    """Log-probabilities of a given answer: bit for bit those of the request that generates it.
+
+    token_ids: tokens of the answer. logprobs: one entry per token, with the token itself and the
+    likeliest ones. cumulative_logprob: sum over the tokens. forced_mismatch: the first token that
+    the sampling parameters would not have chosen; None where they generate this answer.
+    """
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]]
+    cumulative_logprob: float
+    forced_mismatch: ForcedMismatch | None
+    metrics: RequestMetrics
+
+    @property
+    def token_logprobs(self) -> list[float]:
+        """Return the log-probability of each token."""
+        pairs = zip(self.token_ids, self.logprobs, strict=True)
+        return [entry[token_id].logprob for token_id, entry in pairs]

@@ -13,6 +13,7 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.text.parsers import ReplyParser
 from lockstep.text.parsers.events import call_id
 from lockstep.text.processor import Processor, Prompt, Rendered, TextUpdate, name_tokens
+from lockstep.text.scored_prompt import scored_prompt
 
 
 @dataclass(frozen=True)
@@ -68,18 +69,21 @@ class RequestGroup:
         self._tokenizer = processor.tokenizer
         self._reader = reader
         self._texts = [processor.completion(r, i, shown) for i, r in enumerate(self.requests)]
+        self._scored_prompts = [scored_prompt(request) for request in self.requests]
         self._num_open = len(self._texts)
         first = self.requests[0]
+        scored_ids = first.scored.token_ids if first.scored else []
         self.output = RequestOutput(
             request_id=request_id,
             prompt=_text_of(prompt),
-            prompt_token_ids=list(first.prompt_token_ids),
+            prompt_token_ids=[*first.prompt_token_ids, *scored_ids],
             outputs=[text.output for text in self._texts],
             metrics=first.metrics.copy(),
         )
 
     def push(self, index: int, update: Update) -> TextUpdate | None:
-        """Take an update of one completion -> its final text and tokens; None after its end.
+        """Take an update of one completion -> its final text and tokens; None after its end, and
+        where an update only has scored tokens of the prompt.
 
         Raises ComputeError where a step failed, or the engine's own error.
         """
@@ -90,6 +94,12 @@ class RequestGroup:
         text = self._texts[index]
         if text.finished:
             return None
+        scored = self._scored_prompts[index]
+        if scored is not None:
+            converted = scored.convert(update)
+            if converted is None:
+                return None
+            update = converted
         if index == 0:
             self.output.metrics = update.metrics
         if update.prompt_logprobs is not None and self.output.prompt_logprobs is None:

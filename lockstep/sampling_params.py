@@ -200,6 +200,11 @@ class SamplingParams:
     forced_mismatch: "error" ends the answer with an error before the first forced token that the
     model would not have chosen; "report" goes on. metrics.forced_mismatch of the output has the
     first one.
+    scored_from: N, with prompt_logprobs: the prompt's tokens from index N on are an answer to its
+    first N tokens. They are computed as generated tokens are, and their log-probabilities are those
+    that their generation returned.
+    prediction: a text, or token ids, that the answer will resemble: drafts of the drafter
+    "prediction". No answer depends on it.
     output_kind: outputs of AsyncLLM; LLM returns whole answers.
 
     Values are checked when the object is created, and again when a request is made from it.
@@ -233,6 +238,8 @@ class SamplingParams:
     thinking_token_budget: int | None = None
     forced_token_ids: Sequence[int] | None = None
     forced_mismatch: str = "error"
+    scored_from: int | None = None
+    prediction: str | Sequence[int] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
@@ -252,6 +259,7 @@ class SamplingParams:
             ("seed", -(2**63), 2**63 - 1),
             ("truncate_prompt_tokens", -1, 2**31 - 1),
             ("thinking_token_budget", -1, 2**31 - 1),
+            ("scored_from", 1, 2**31 - 1),
         ):
             self._check_range(name, low, high)
         # Sizes first: no later check reads an unbounded list.
@@ -292,6 +300,7 @@ class SamplingParams:
             ("allowed_token_ids", MAX_TOKEN_IDS),
             ("logit_bias", MAX_TOKEN_IDS),
             ("forced_token_ids", MAX_FORCED_TOKENS),
+            ("prediction", MAX_FORCED_TOKENS),
         ):
             value = getattr(self, name)
             if (is_list(value) or isinstance(value, Mapping)) and len(value) > limit:
@@ -305,6 +314,7 @@ class SamplingParams:
             ("allowed_token_ids", "a list of token ids", is_ids),
             ("stop_token_ids", "a list of token ids", is_ids),
             ("forced_token_ids", "a list of token ids", is_ids),
+            ("prediction", "a text, or a list of token ids", lambda v: type(v) is str or is_ids(v)),
             ("bad_words", "a list of strings", lambda v: _is_list_of(v, str)),
             ("bad_words_ids", "a list of lists of token ids", _is_list_of_ids),
             ("stop", "a string or a list of strings", _is_stop),

@@ -1,6 +1,7 @@
 """Drafters of a check: those that a checkpoint supports, and wrappers that check their contract."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +20,16 @@ MIN_MATCH_KEYS = {"ngram": "prompt_lookup_min", "suffix": "suffix_lookup_min"}
 """Method -> its configuration key for the minimum match length."""
 NO_DRAFTER = "none"
 """Name of an engine without drafts in setups, scenarios and reports."""
+
+
+def prediction_of(tokens: Sequence[int]) -> list[int]:
+    """Return a predicted text that an answer follows, leaves and meets again.
+
+    Every seventh token is wrong, three tokens are missing, and three others are inserted.
+    """
+    predicted = [token ^ 1 if index % 7 == 6 else token for index, token in enumerate(tokens)]
+    third = len(tokens) // 3
+    return predicted[:third] + predicted[third + 3 : 2 * third] + [1, 2, 3] + predicted[2 * third :]
 
 
 def unequal_draft_counts(drafter: str) -> str:

@@ -6,12 +6,12 @@ replaced while an engine runs.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from lockstep.cache.cache import CacheConfig
-from lockstep.check.drafters import WatchedDrafter, settings_with
+from lockstep.check.drafters import WatchedDrafter, prediction_of, settings_with
 from lockstep.check.judges.answers import Answer, Mismatch, count_events, exact_logprobs
 from lockstep.check.judges.digests import LogitDigests
 from lockstep.check.matrix.cases import Batch, Case
@@ -26,6 +26,7 @@ from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.scheduler import Scheduler
+from lockstep.spec import prediction
 from lockstep.text.processor import CompletionText
 from lockstep.worker.executor import executor_of, worker_of
 from lockstep.worker.hooks import NO_HOOKS, CheckHooks
@@ -217,7 +218,7 @@ class Comparison:
         self, engine: CheckEngine, setup: Setup, batch: Batch, digests: LogitDigests | None = None
     ) -> list[Answer]:
         """Run a batch, and add failures and event counters to the report."""
-        answers = engine.answers(batch.cases, digests)
+        answers = engine.answers(self._with_predictions(setup, batch.cases), digests)
         self.report.count(count_events(answers))
         for case, answer in zip(batch.cases, answers, strict=True):
             mismatch = self.difference(answer, self.expected[case.name])
@@ -226,3 +227,13 @@ class Comparison:
                 self.report.fail(setup, batch.name, what, case.name, case.sampling, position)
             self.compared += 1
         return answers
+
+    def _with_predictions(self, setup: Setup, cases: Sequence[Case]) -> Sequence[Case]:
+        """Return cases with predicted texts, where the engine's drafter reads them."""
+        if setup.drafter != prediction.METHOD:
+            return cases
+        texts = [prediction_of(self.expected[case.name].tokens) for case in cases]
+        return [
+            replace(case, params=replace(case.params, prediction=text))
+            for case, text in zip(cases, texts, strict=True)
+        ]

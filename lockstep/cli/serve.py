@@ -151,6 +151,7 @@ def _run(
             listener,
             model_names=model_names,
             adapters=tuple(facts.plan.adapters),
+            drafts_predictions=facts.plan.has_predictions,
             fingerprint=facts.fingerprint,
             address=address,
             options=options,

@@ -21,6 +21,18 @@ FORCED_TOKEN_DIFFERS = (
 )
 
 
+@dataclass(frozen=True)
+class ScoredTokens:
+    """End of a prompt that the engine computes as an answer's first, forced tokens.
+
+    num_logprobs: likeliest tokens that the client wants at positions after them, None for no
+    log-probabilities.
+    """
+
+    token_ids: list[int]
+    num_logprobs: int | None
+
+
 @dataclass(eq=False)
 class Request:
     """State of a request with n=1; the client splits a call with n > 1 into n requests.
@@ -29,7 +41,8 @@ class Request:
     seed: always set, even where the user gave none. cache_salt: prefixes are shared among requests
     of the same salt only. adapter: name of the LoRA adapter that answers, "" for the base model.
     grammar: constraint of the answer. speculate: whether to verify drafts; the tokens are the same
-    either way. max_len: maximum tokens of prompt and answer together; set by the scheduler.
+    either way. scored: last tokens of the client's prompt, which are forced tokens here; the engine
+    does not read it. max_len: maximum tokens of prompt and answer together; set by the scheduler.
     token_sources: one per token of the answer. finish_reason: stop, length, abort or error once the
     request has ended. stop_reason: the id in stop_token_ids that ended it. error: message for the
     client where finish_reason is "error".
@@ -46,6 +59,7 @@ class Request:
     adapter: str = ""
     grammar: Grammar | None = None
     speculate: bool = True
+    scored: ScoredTokens | None = None
     max_len: int = 2**31 - 1
     output_token_ids: list[int] = field(default_factory=list)
     token_sources: list[TokenSource] = field(default_factory=list)
@@ -162,11 +176,16 @@ def check_ids(request: Request, vocab: int) -> None:
         ("bad_words", [t for word in p.bad_words_ids or () for t in word]),
         ("stop_token_ids", p.stop_token_ids or ()),
         ("forced_token_ids", p.forced_token_ids or ()),
+        # The processor has replaced a text by its token ids.
+        ("prediction", () if isinstance(p.prediction, str) else p.prediction or ()),
     ):
         wrong = [i for i in ids if not 0 <= int(i) < vocab]
         if wrong:
+            # Scored tokens are part of the client's prompt.
+            is_scored = name == "forced_token_ids" and p.scored_from is not None
+            field = "prompt" if is_scored else name
             raise RequestError(
-                f"{name} has token id {wrong[0]}; allowed: 0 to {vocab - 1}. Leave it out.", name
+                f"{field} has token id {wrong[0]}; allowed: 0 to {vocab - 1}. Leave it out.", field
             )
     banned = {word[0] for word in p.bad_words_ids or () if len(word) == 1}
     if p.min_tokens:

@@ -286,6 +286,7 @@ def serve(
     *,
     model_names: Sequence[str],
     adapters: Collection[str] = (),
+    drafts_predictions: bool = False,
     fingerprint: str,
     address: Address,
     options: Options,
@@ -299,6 +300,7 @@ def serve(
     client: already started; the caller shuts it down afterwards.
     model_names: names that clients may use; responses have the first one.
     adapters: names of LoRA adapters, which clients use as models.
+    drafts_predictions: the engine's drafts are the tokens of predicted texts.
     floors: roofline times of the engine's steps, for /metrics.
     cache: sizes and settings of the cache, for /metrics.
     traces: recorder of a span for every request.
@@ -311,7 +313,15 @@ def serve(
     metrics = Metrics(model_name, options.metrics_prefix, floors, cache)
     on_record = [metrics.observe, log_request, *([traces.record] if traces else ())]
     service = Service(
-        client, processor, model_name, fingerprint, options.limits, aliases, on_record, adapters
+        client,
+        processor,
+        model_name,
+        fingerprint,
+        options.limits,
+        aliases,
+        on_record,
+        adapters,
+        drafts_predictions,
     )
     app = create_app(
         service,

@@ -33,6 +33,7 @@ DRAFTERS = {
     "eagle3": "lockstep.spec.eagle3",
     "draft_model": "lockstep.spec.draft_model",
     "dflash": "lockstep.spec.dflash",
+    "prediction": "lockstep.spec.prediction",
 }
 OLDER_NAMES = {
     "deepseek_mtp": "mtp",

@@ -61,6 +61,17 @@ class DraftModule(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Predictions:
+    """Predicted texts of rows: tokens [R, P] int64, of which text_lens [R] int32 are valid; and the
+    rows' prompt_len [R], after which the answer begins.
+    """
+
+    texts: Tensor
+    text_lens: Tensor
+    prompt_len: Tensor
+
+
 @dataclass
 class DraftContext:
     """Context of a drafter. drafts [R, K], tokens [R, L], computed, folded [R]: tensors of the row
@@ -70,7 +81,7 @@ class DraftContext:
     [S, 1, n], positions [S, 1], no drafts [S, 0], row_ids [S]) -> [S, 1], where the logits are this
     rank's of the tokens that the module's head knows. op: returns the backend of an op on this
     device. on_answer: callbacks that get the tokens of every complete answer, between steps; not of
-    requests with a cache_salt.
+    requests with a cache_salt. predictions: texts of the rows, None unless the method reads them.
     """
 
     config: Any
@@ -83,6 +94,7 @@ class DraftContext:
     sample: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     op: Callable[[Op], Callable[..., Any]]
     on_answer: list[Callable[[Sequence[int]], None]] = field(default_factory=list)
+    predictions: Predictions | None = None
 
 
 class NoDrafter:

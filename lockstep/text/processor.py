@@ -15,7 +15,7 @@ from lockstep.keywords import PROMPT, check_keywords
 from lockstep.outputs import CompletionOutput, Logprob
 from lockstep.sampling_params import SamplingParams, StructuredOutputsParams, is_ids, is_list
 from lockstep.scheduling.grammar import Grammar
-from lockstep.scheduling.request import Request
+from lockstep.scheduling.request import Request, ScoredTokens
 from lockstep.text.generation_config import check_generation_config
 from lockstep.text.grammars.compiler import (
     AfterReasoning,
@@ -104,6 +104,7 @@ class CompletionText:
         shown: Collection[int] = (),
     ) -> None:
         params = request.params
+        num_scored = 0 if request.scored is None else len(request.scored.token_ids)
         self.request = request
         self.output = CompletionOutput(index=index, seed=request.seed)
         self._tokenizer = tokenizer
@@ -114,7 +115,7 @@ class CompletionText:
                 params.stop_strings,
                 params.include_stop_str_in_output,
                 params.skip_special_tokens,
-                params.min_tokens,
+                params.min_tokens - num_scored,
                 shown,
             )
 
@@ -516,7 +517,12 @@ class Processor:
             "n": 1,
             "max_tokens": min(params.max_tokens or max_new_tokens, max_new_tokens),
             "bad_words_ids": self._bad_words(params),
+            "prediction": self._prediction(params),
         }
+        scored = _scored_tokens(token_ids, params)
+        if scored is not None:
+            changes |= _scoring_changes(scored, params, changes["max_tokens"])
+            token_ids = token_ids[: params.scored_from]
         grammars = self._grammars(params, conversation or token_ids, token_ids)
         requests = []
         for i in range(params.n):
@@ -532,6 +538,7 @@ class Processor:
                     seed=request_seed,
                     cache_salt=cache_salt,
                     grammar=next(grammars),
+                    scored=scored,
                 )
             )
         return requests
@@ -841,6 +848,13 @@ class Processor:
         tokens = {tokenizer.token(i): i for i in special if tokenizer.token(i) in tags}
         return ToolSyntax(self._tools, tokens)
 
+    def _prediction(self, params: SamplingParams) -> Sequence[int] | None:
+        """Return the token ids of the prediction, as many as an answer can have."""
+        predicted = params.prediction
+        if isinstance(predicted, str):
+            predicted = self.encode(predicted, False, "prediction")
+        return predicted[: self.max_model_len] if predicted else None
+
     def _bad_words(self, params: SamplingParams) -> Sequence[Sequence[int]] | None:
         """Return the token sequences of bad_words: each word at the start of a text, and after a
         blank."""
@@ -858,6 +872,55 @@ class Processor:
             if spaced[-len(plain) :] != plain:  # otherwise `plain` bans it already
                 sequences.append(spaced)
         return sequences
+
+
+def _scored_tokens(token_ids: list[int], params: SamplingParams) -> ScoredTokens | None:
+    """Return the tokens of a prompt from scored_from on, None without it. Raises RequestError."""
+    first = params.scored_from
+    if first is None:
+        return None
+    if params.prompt_logprobs is None:
+        raise RequestError(
+            f"scored_from={first} needs prompt_logprobs, which it is for. Send it, or leave "
+            "scored_from out.",
+            "scored_from",
+        )
+    for name in (
+        "truncate_prompt_tokens",
+        "forced_token_ids",
+        "structured_outputs",
+        "thinking_token_budget",
+    ):
+        if getattr(params, name) is not None:
+            raise RequestError(
+                f"scored_from={first} is not allowed with {name}. Leave one of them out.",
+                "scored_from",
+            )
+    if first >= len(token_ids):
+        raise RequestError(
+            f"scored_from={first} is not allowed; allowed: 1 to {len(token_ids) - 1}, since the "
+            f"prompt has {len(token_ids)} tokens. Send the number of tokens before the answer.",
+            "scored_from",
+        )
+    return ScoredTokens(token_ids[first:], params.logprobs)
+
+
+def _scoring_changes(
+    scored: ScoredTokens, params: SamplingParams, max_tokens: int
+) -> dict[str, Any]:
+    """Return changes of sampling parameters that force scored tokens before the answer.
+
+    max_tokens: limit of the answer.
+    """
+    count = len(scored.token_ids)
+    return {
+        "forced_token_ids": scored.token_ids,
+        "forced_mismatch": "report",
+        "max_tokens": count + max_tokens,
+        # Stop tokens among the scored ones do not end the answer.
+        "min_tokens": count + params.min_tokens,
+        "logprobs": max(params.prompt_logprobs or 0, params.logprobs or 0),
+    }
 
 
 def _salt_of(prompt: Prompt) -> str:

@@ -29,7 +29,7 @@ from lockstep.models.loader import LoadResult, build_model, fill_dummy, load_wei
 from lockstep.models.lora_adapters import place_adapters, read_adapters
 from lockstep.models.rope import longest_sequence
 from lockstep.quantization import WeightFormat
-from lockstep.spec import drafter_module
+from lockstep.spec import drafter_module, prediction
 from lockstep.spec.drafter import DraftContext, NoDrafter
 from lockstep.step import PAGE_SIZE, StepShape
 from lockstep.worker import memory
@@ -142,6 +142,7 @@ def step_limits(
         page_size=PAGE_SIZE,
         row_buckets=pick_row_buckets(config, device, rows),
         draft_lengths=drafting.draft_lengths if drafting else (0,),
+        has_predictions=drafting is not None and drafting.method == prediction.METHOD,
         graph_mode=config.cuda_graph_mode if cuda else "none",
         steps_in_flight=config.steps_in_flight or (GPU_STEPS_IN_FLIGHT if cuda else 1),
         numerics=(
@@ -341,6 +342,7 @@ def build_program(
             shard=draft.logit_shard if draft else None,
         ),
         op=build.at("drafter").op,
+        predictions=table.predictions.predictions(table.prompt_len),
     )
     create = hooks.drafter or drafter_module(options.method).create
     return Program(table, model, sampler, create(context), context.on_answer)

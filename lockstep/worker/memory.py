@@ -172,6 +172,7 @@ def check_table(budget: MemoryBudget, limits: StepLimits, vocab: int) -> None:
         + VOCAB_BYTES * vocab
         + limits.query_len * vocab // TOKENS_OF_A_BYTE
         + COLUMN_BYTES * limits.row_columns
+        + TOKEN_BYTES * limits.max_model_len * limits.has_predictions
     )
     remedy = "Lower max_num_seqs or max_model_len."
     budget.take((limits.max_num_seqs + 1) * row_bytes, "the table of rows", remedy)

@@ -17,6 +17,7 @@ from lockstep.layers.build_context import BuildContext
 from lockstep.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_IDS
 from lockstep.step import StepContext, StepShape, Verdict, flush_after
 from lockstep.worker.adapter_column import adapter_column
+from lockstep.worker.prediction_column import prediction_column
 
 WORD_BITS = 32
 """Tokens per word of `allowed`."""
@@ -51,7 +52,8 @@ class RowTable(RowTensors):
     drafts.
 
     allowed [N, ceil(V / 32)] int32: per logit row of a step, bits of the tokens that a grammar
-    allows; not read for rows without a grammar. adapters: adapter of each row.
+    allows; not read for rows without a grammar. adapters: adapter of each row. predictions:
+    predicted text of each row.
     """
 
     def __init__(self, plan: StepLimits, build: BuildContext, vocab: int) -> None:
@@ -75,6 +77,7 @@ class RowTable(RowTensors):
         bad_words = (MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
         self.sampling = SamplingState.empty(rows, vocab, MAX_STOP_IDS + 4, bad_words, device)
         self.adapters = adapter_column(tuple(plan.adapters), rows, device)
+        self.predictions = prediction_column(plan.has_predictions, rows, plan.max_model_len, device)
         self.inputs = StepInputs(rows, device)
         # All bits set: a row whose mask was never uploaded allows every token.
         decided = plan.max_decided
@@ -90,8 +93,9 @@ class RowTable(RowTensors):
     def row_tensors(self) -> list[Tensor]:
         """Return the tensors of a row, without pages and state, that move when it is preempted."""
         tensors = [self.tokens, self.prompt_len, self.forced_end, self.computed, self.folded]
-        tensors += [self.drafts]
-        return tensors + [self.draft_limit] + self.sampling.tensors() + self.adapters.tensors()
+        tensors += [self.drafts, self.draft_limit]
+        tensors += self.sampling.tensors() + self.adapters.tensors()
+        return tensors + self.predictions.tensors()
 
     def prepare(self, shape: StepShape) -> StepContext:
         """Return the step that the inputs describe, at the rows' own lengths."""

@@ -41,6 +41,9 @@ def write_row(table: RowTable, row: int, spec: RowSpec, start: int) -> None:
     max_drafts = table.drafts.shape[1] if spec.speculate else 0
     copy_to_device(max_drafts, table.draft_limit[row])
     table.adapters.write(row, spec.adapter)
+    predicted = spec.params.prediction or ()
+    assert not isinstance(predicted, str)
+    table.predictions.write(row, predicted)
     write_sampling(table.sampling, row, spec, prompt)
 
 

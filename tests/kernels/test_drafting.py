@@ -3,13 +3,19 @@
 import pytest
 import torch
 
-from lockstep.kernels.drafting import block_step, mtp_inputs, next_draft_step, ngram_lookup
+from lockstep.kernels.drafting import (
+    block_step,
+    mtp_inputs,
+    next_draft_step,
+    ngram_lookup,
+    prediction_lookup,
+)
 from lockstep.kernels.step_metadata.cases import PAGE_SIZE, RandomSource, random_table
 from tests.kernels.backends import backends, of_every_op
 from tests.kernels.integers import assert_equals_the_reference
 
 BACKENDS = backends()
-OPS = (mtp_inputs, next_draft_step, block_step, ngram_lookup)
+OPS = (mtp_inputs, next_draft_step, block_step, ngram_lookup, prediction_lookup)
 
 
 @pytest.mark.parametrize(("op", "backend"), of_every_op(OPS, reference=False))

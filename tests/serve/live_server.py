@@ -49,6 +49,7 @@ def serving(llm: LLM) -> Iterator[SimpleNamespace]:
     """Yield the engine in a thread, the application in another, and clients of both APIs."""
     transport = ThreadTransport(llm.engine)
     with listening(transport, llm.processor, llm.engine.fingerprint) as result:
+        result.service.drafts_predictions = llm.engine.plan.has_predictions
         result.llm = llm
         yield result
 

@@ -29,6 +29,7 @@ NAMES = (
     "guided_grammar guided_whitespace_pattern suffix best_of nobody_knows tokens "
     "add_special_tokens "
     "reasoning_effort continue_final_message return_token_ids return_token_sources speculate "
+    "forced_token_ids forced_mismatch scored_from "
     "return_token_strs input instructions "
     "store text system thinking reasoning include metadata previous_response_id"
 ).split()

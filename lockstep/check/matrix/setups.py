@@ -49,7 +49,7 @@ class Size:
 
 
 SIZES = {
-    "quick": Size(8, 1, 2, scenarios=10, num_samples=64),
+    "quick": Size(8, 1, 2, scenarios=12, num_samples=64),
     "default": Size(24, 2, 2, scenarios=60, num_samples=256),
     "full": Size(32, 8, 7, scenarios=240, num_samples=1024),
 }

@@ -16,7 +16,13 @@ ALL_DRAFTERS = (*DRAFTERS, oracle_drafter.NAME)
 
 
 OUTSIDE_THE_ENGINE = frozenset(
-    {"truncate_prompt_tokens", "output_kind", "thinking_token_budget", "forced_mismatch"},
+    {
+        "truncate_prompt_tokens",
+        "output_kind",
+        "thinking_token_budget",
+        "forced_mismatch",
+        "scored_from",
+    },
 )
 """Sampling parameters that the engine does not see: they change the prompt beforehand, choose how
 outputs are returned, or become part of a grammar."""

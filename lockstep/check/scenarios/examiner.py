@@ -14,6 +14,7 @@ from lockstep.check.judges.answers import ACCEPTED, CACHED, DRAFTED, FORCED, NO_
 from lockstep.check.judges.plain_runs import PlainRuns
 from lockstep.check.judges.trace import compare, traced
 from lockstep.check.matrix.setups import SCENARIO, Setup
+from lockstep.check.report.coverage import Coverage
 from lockstep.check.report.progress import Progress
 from lockstep.check.report.report import Failure, Report, Tally
 from lockstep.check.scenarios.generator import (
@@ -26,6 +27,7 @@ from lockstep.check.scenarios.scenario import Kind, Scenario, write_scenario
 from lockstep.check.scenarios.shrink import minimise
 from lockstep.check.shard import WHOLE, Shard
 from lockstep.errors import LockstepError
+from lockstep.spec import prediction
 
 Build = Callable[[Kind], CheckEngine]
 REQUIRED_EVENTS = (CACHED, PREEMPTIONS, DRAFTED, ACCEPTED, FORCED)
@@ -183,10 +185,7 @@ def run_scenarios(
         result = examiner.examine(scenario)
         required = (*REQUIRED_EVENTS, HOST_LOADS) if generator.loads_from_host(index) else required
         if report.coverage is not None:
-            for request in scenario.requests:
-                report.coverage.record_params(request.sampling())
-                if request.forced:
-                    report.coverage.parameters.add("forced_token_ids")
+            _record_params(report.coverage, scenario)
         seconds = round(time.monotonic() - scenario_started, 2)
         failed = int(result.difference is not None)
         report.add(Tally(setup_of(scenario), result.answers, failed, seconds, f"scenario {index}"))
@@ -200,6 +199,16 @@ def run_scenarios(
             return
     if sum(tally.setup.phase == SCENARIO for tally in report.tallies) >= NUM_EARLY_SCENARIOS:
         _check_exercised(report, required)
+
+
+def _record_params(coverage: Coverage, scenario: Scenario) -> None:
+    """Record the sampling parameters of a scenario's requests."""
+    for request in scenario.requests:
+        coverage.record_params(request.sampling())
+        if request.forced:
+            coverage.parameters.add("forced_token_ids")
+    if scenario.kind.drafter == prediction.METHOD:
+        coverage.parameters.add("prediction")
 
 
 def _add_difference(

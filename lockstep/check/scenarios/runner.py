@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.check import oracle_drafter
+from lockstep.check.drafters import prediction_of
 from lockstep.check.engines import CheckEngine, Completion
 from lockstep.check.judges.answers import FORCED, Answer, count_events
 from lockstep.check.judges.digests import LogitDigests
@@ -21,6 +22,7 @@ from lockstep.check.scenarios.scenario import Kind, Scenario, ScenarioRequest
 from lockstep.engine.engine import Engine
 from lockstep.engine.scheduler_factory import cache_config
 from lockstep.scheduling.draft_length import RandomDraftLength
+from lockstep.spec import prediction
 from lockstep.worker import memory
 from lockstep.worker.executor import executor_of, worker_of
 from lockstep.worker.worker import Worker
@@ -145,6 +147,8 @@ class ScenarioRunner:
                 completion.request.adapter = request.adapter
             if request.forced:
                 _force(scenario, request, request_completions, plain)
+            if scenario.kind.drafter == prediction.METHOD:
+                _predict(scenario, request, request_completions, plain)
         by_id = {
             completion.request.id: completion
             for request_completions in completions
@@ -189,6 +193,21 @@ def _force(
     for completion, answer in zip(completions, answers, strict=True):
         forced = answer.tokens[: request.forced]
         completion.request.params = replace(completion.request.params, forced_token_ids=forced)
+
+
+def _predict(
+    scenario: Scenario,
+    request: ScenarioRequest,
+    completions: list[Completion],
+    plain: PlainRuns,
+) -> None:
+    """Give predicted texts to a request's completions, but for every fourth one."""
+    params = scenario.plain_params(request)
+    answers = plain.of(request.adapter).answers(request.prompt, params)
+    for completion, answer in zip(completions, answers, strict=True):
+        if len(answer.tokens) % 4:
+            text = prediction_of(answer.tokens)
+            completion.request.params = replace(completion.request.params, prediction=text)
 
 
 def oracle_texts(scenario: Scenario, plain: PlainRuns) -> list[list[int]]:

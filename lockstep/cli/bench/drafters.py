@@ -88,7 +88,7 @@ def _drafters_of(settings: dict[str, Any], values: list[str], count: int) -> lis
     """
     from lockstep.cli.options import read_speculative_config
     from lockstep.models.checkpoint import Checkpoint
-    from lockstep.spec import read, refusals, with_method
+    from lockstep.spec import prediction, read, refusals, with_method
     from lockstep.spec.options import FolderOptions
     from lockstep.worker.build import find_model
 
@@ -102,7 +102,12 @@ def _drafters_of(settings: dict[str, Any], values: list[str], count: int) -> lis
                 Checkpoint.read(options.folder)
             configs.append(resolved)
     checkpoint = Checkpoint.read(find_model(settings["model"]), settings["hf_overrides"])
-    allowed = [method for method, why in refusals(checkpoint).items() if why is None]
+    # The prompts of the benchmark have no predicted texts.
+    allowed = [
+        method
+        for method, why in refusals(checkpoint).items()
+        if why is None and method != prediction.METHOD
+    ]
     named_methods = {config["method"] for config in configs}
     allowed_configs = [
         {"method": m, "num_speculative_tokens": count} for m in allowed if m not in named_methods

@@ -1,4 +1,4 @@
-"""Integer ops of drafters: inputs of draft modules, their next steps, and n-gram lookup."""
+"""Integer ops of drafters: inputs of draft modules, their next steps, and lookups."""
 
 from lockstep.kernels.drafting.contract import (
     BlockTensors,
@@ -7,6 +7,7 @@ from lockstep.kernels.drafting.contract import (
     mtp_inputs,
     next_draft_step,
     ngram_lookup,
+    prediction_lookup,
 )
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "mtp_inputs",
     "next_draft_step",
     "ngram_lookup",
+    "prediction_lookup",
 ]

@@ -120,3 +120,49 @@ def circular_texts(source: RandomSource, num_texts: int, vocab: int, oldest: int
     texts[source.ints(0, 9, num_texts) == 0] = -1
     texts[oldest - 1 : oldest or None] = -1
     return texts
+
+
+def prediction_lookup_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (name, arguments on the CPU) of prediction_lookup: texts that answers follow, leave and
+    meet again, short answers, empty texts, and rows inside of their prompts.
+    """
+    for rows, drafts, count, length, vocab, min_n, max_n in (
+        (5, 3, 3, 60, 3, 2, 4),
+        (11, 7, 5, 60, 2, 1, 9),
+        (4, 2, 2, 5000, 9, 3, 6),
+        (6, 1, 1, 60, 400, 2, 16),
+        (5, 3, 0, 60, 3, 1, 4),
+    ):
+        source = RandomSource(length + vocab + 1)
+        table = random_table(source, rows + 2, drafts, length, vocab)
+        chosen = row_ids(source, rows, rows + 2)
+        num_rows = len(table.computed)
+        texts = source.ints(0, vocab, num_rows, length - 8, dtype=torch.int64)
+        text_lens = source.ints(0, length - 7, num_rows)
+        prompt_len = torch.zeros_like(table.computed)
+        for row in range(1, num_rows):
+            known = int(table.computed[row]) + 1
+            # Answers of every length up to the known tokens, of no token, and of one.
+            answer_len = (known, 0, 1, 2, known // 2, known // 3, known - 1)[row % 7]
+            prompt_len[row] = known - min(answer_len, known) + 2 * (answer_len == 0)
+            copied = min(answer_len, length - 8)
+            if row % 2 and copied:
+                texts[row, :copied] = table.tokens[row, known - answer_len :][:copied]
+                text_lens[row] = max(int(text_lens[row]), min(copied + 2, length - 8))
+            if row % 3 == 0 and copied > 6:  # the answer left the text, and met it again
+                texts[row, copied // 2] = (texts[row, copied // 2] + 1) % vocab
+        text_lens[0] = 0
+        yield (
+            f"{count} after {min_n} to {max_n} of {vocab} in {length}",
+            dict(
+                history=table.tokens,
+                computed=table.computed,
+                prompt_len=prompt_len,
+                texts=texts,
+                text_lens=text_lens,
+                drafts=table.drafts[:, :count],
+                row_ids=chosen,
+                min_n=min_n,
+                max_n=max_n,
+            ),
+        )

@@ -2,8 +2,9 @@
 
 mtp_inputs and next_draft_step take a draft module from the verified step to its own steps of one
 token per row. block_step does so for a module that fills a block of tokens at once. ngram_lookup
-drafts from a row's own history and from other texts. Shapes: R rows of the table (row 0 is the null
-row), L tokens per row, S rows and T tokens of the step, K drafts per row, P pages.
+drafts from a row's own history and from other texts, prediction_lookup from a text of each row.
+Shapes: R rows of the table (row 0 is the null row), L tokens per row, S rows and T tokens of the
+step, K drafts per row, P pages.
 """
 
 from dataclasses import dataclass
@@ -193,3 +194,51 @@ def _find_match_end(text: Tensor, max_n: int, min_n: int) -> int:
         if n >= min_n:
             match_end = int(ends[-1])
     return match_end
+
+
+@op(writes=("drafts",))
+def prediction_lookup(
+    history: Tensor,
+    computed: Tensor,
+    prompt_len: Tensor,
+    texts: Tensor,
+    text_lens: Tensor,
+    drafts: Tensor,
+    row_ids: Tensor,
+    min_n: int,
+    max_n: int,
+) -> None:
+    """Draft the tokens that follow the answer's last n-gram in the row's predicted text.
+
+    The answer is history [R, L] from prompt_len [R] to computed [R], inclusive. The longest n-gram
+    with n <= max_n at its end is looked up in texts [R, P] int64, of text_lens [R] int32 tokens;
+    n >= min_n, or the whole answer while it is shorter. Among matches of one length the one nearest
+    to the answer's length counts, and of two equally near ones the later. So drafts begin at the
+    text's beginning. drafts [R, K] int64 of the rows [S] are written, -1 where there is no token;
+    drafts may be columns of a wider tensor.
+    """
+    count = drafts.shape[1]
+    for row in row_ids.tolist():
+        answer = history[row, int(prompt_len[row]) : int(computed[row]) + 1]
+        text = texts[row, : int(text_lens[row])]
+        index = _find_nearest_match_end(text, answer, min_n, max_n)
+        continuation = text[index : index + count] if index else text[:0]
+        drafts[row] = -1
+        drafts[row, : len(continuation)] = continuation
+
+
+def _find_nearest_match_end(text: Tensor, answer: Tensor, min_n: int, max_n: int) -> int:
+    """Return the index in text [N] after the best occurrence of an n-gram that ends answer [M], or
+    0: see prediction_lookup.
+    """
+    length = len(answer)
+    match_ends: list[int] = []
+    ends = torch.arange(1, max(len(text), 1), device=text.device)
+    for n in range(1, min(max_n, length) + 1):
+        ends = ends[ends >= n]
+        ends = ends[text[ends - n] == answer[-n]]
+        if not len(ends):
+            break
+        if n >= min(min_n, length):
+            match_ends = ends.tolist()
+    return max(match_ends, key=lambda end: (-abs(end - length), end), default=0)

@@ -1,10 +1,10 @@
 # mypy: ignore-errors
 """The drafters' ops in Triton: one launch per op, a CTA per row or per block of rows.
 
-ngram_lookup has two launches: a CTA per block of text finds matches, then a CTA per row copies the
+The lookups have two launches: a CTA per block of text finds matches, then a CTA per row copies the
 best continuation. A row of the table is written by one CTA. The exception is the null row, to which
-all CTAs write equal values. There are no atomics. Only ngram_lookup's numbers of drafts and blocks
-are specialised.
+all CTAs write equal values. There are no atomics. Only the lookups' numbers of drafts and
+blocks are specialised.
 """
 
 import triton
@@ -88,10 +88,10 @@ def block_step_kernel(
 
 
 @triton.jit
-def _longest_match(
-    text, origin, size, first, limit, history, known, shift, min_n, max_n, BLOCK: tl.constexpr
+def _match_lengths(
+    text, origin, size, first, limit, history, known, max_n, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Return the best match in BLOCK positions of a circular text: (n << 32 | end + shift), or 0.
+    """Return the match length n at each of BLOCK positions of a circular text, at most max_n.
 
     A position `end` matches with n if the n tokens before it equal the last n of history[:known].
     text: buffer of `size` tokens whose oldest token is at origin. first: first position of the
@@ -114,6 +114,19 @@ def _longest_match(
         back += 1
         more = (back <= max_n) & (back <= known)
         active = tl.max(equal.to(tl.int32), 0) * more.to(tl.int32)
+    return n
+
+
+@triton.jit
+def _longest_match(
+    text, origin, size, first, limit, history, known, shift, min_n, max_n, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Return the best match in BLOCK positions of a text: (n << 32 | end + shift), or 0.
+
+    See _match_lengths.
+    """
+    n = _match_lengths(text, origin, size, first, limit, history, known, max_n, BLOCK)
+    end = first + tl.arange(0, BLOCK)
     # One 64-bit maximum chooses the longest n-gram and then the latest position.
     match = (n.to(tl.int64) << 32) | (end + shift).to(tl.int64)
     return tl.max(tl.where(n >= min_n, match, 0), 0)
@@ -177,3 +190,54 @@ def follow_kernel(
     tl.store(
         drafts + row * stride + lane, tl.where(lane < end, continuation, -1), mask=lane < count
     )
+
+
+@triton.jit(do_not_specialize=["length", "width", "min_n", "max_n"])
+def predicted_match_kernel(
+    history, computed, prompt_len, texts, text_lens, row_ids, matches, length, width, min_n, max_n,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Find the best match in one block of a row's predicted text.
+
+    A match is an integer whose order ranks matches: n in the upper half; in the lower one the
+    negated distance of its end from the answer's length, then whether the end is the later one.
+    """
+    row = tl.load(row_ids + tl.program_id(0))
+    block = tl.program_id(1)
+    known = tl.load(computed + row) + 1
+    answer_len = known - tl.load(prompt_len + row)
+    size = tl.load(text_lens + row)
+    # A text's last position has no continuation.
+    first = block * BLOCK
+    longest = tl.minimum(max_n, answer_len)
+    n = _match_lengths(
+        texts + row * width, 0, tl.maximum(size, 1), first, size, history + row * length, known,
+        longest, BLOCK,
+    )  # fmt: skip
+    distance = first + tl.arange(0, BLOCK) - answer_len
+    is_later = (distance > 0).to(tl.int64)
+    nearness = (0x3FFFFFFF - tl.abs(distance)).to(tl.int64)
+    shortest = tl.maximum(tl.minimum(min_n, answer_len), 1)
+    match = tl.where(n >= shortest, (n.to(tl.int64) << 32) | (nearness << 1) | is_later, 0)
+    tl.store(matches + tl.program_id(0) * tl.num_programs(1) + block, tl.max(match, 0))
+
+
+@triton.jit(do_not_specialize=["width", "stride", "count", "blocks"])
+def predicted_follow_kernel(
+    computed, prompt_len, texts, text_lens, drafts, row_ids, matches, width, stride, count, blocks,
+    BLOCKS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Write the tokens after the best match of one row to its drafts."""
+    row = tl.load(row_ids + tl.program_id(0))
+    answer_len = tl.load(computed + row) + 1 - tl.load(prompt_len + row)
+    lane = tl.arange(0, BLOCKS)
+    match = tl.load(matches + tl.program_id(0) * blocks + lane, mask=lane < blocks, other=0)
+    best = tl.max(match, 0)
+    rank = (best & 0x7FFFFFFF).to(tl.int32)
+    distance = 0x3FFFFFFF - (rank >> 1)
+    end = answer_len + tl.where(rank % 2 == 1, distance, -distance)
+    end = tl.where(best > 0, end, tl.load(text_lens + row))
+    lane = tl.arange(0, LANES)
+    real = end + lane < tl.load(text_lens + row)
+    continuation = tl.load(texts + row * width + end + lane, mask=real, other=-1)
+    tl.store(drafts + row * stride + lane, continuation, mask=lane < count)

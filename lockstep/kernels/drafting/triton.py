@@ -12,6 +12,7 @@ from lockstep.kernels.drafting import (
     mtp_inputs,
     next_draft_step,
     ngram_lookup,
+    prediction_lookup,
 )
 from lockstep.kernels.drafting.kernels import (
     block_step_kernel,
@@ -19,6 +20,8 @@ from lockstep.kernels.drafting.kernels import (
     match_kernel,
     mtp_inputs_kernel,
     next_draft_step_kernel,
+    predicted_follow_kernel,
+    predicted_match_kernel,
 )
 
 ROW_BLOCK = 64
@@ -201,6 +204,59 @@ def ngram_lookup_triton(
         matches=matches,
         length=length,
         num_texts=num_texts,
+        stride=drafts.stride(0),
+        count=count,
+        blocks=blocks,
+        BLOCKS=triton.next_power_of_2(blocks),
+        LANES=triton.next_power_of_2(count),
+        num_warps=1,
+    )
+
+
+@prediction_lookup.backend("triton", supports=gpu_trait)
+def prediction_lookup_triton(
+    history: Tensor,
+    computed: Tensor,
+    prompt_len: Tensor,
+    texts: Tensor,
+    text_lens: Tensor,
+    drafts: Tensor,
+    row_ids: Tensor,
+    min_n: int,
+    max_n: int,
+) -> None:
+    """Launch predicted_match_kernel and predicted_follow_kernel: see prediction_lookup."""
+    count = drafts.shape[1]
+    if not count:
+        return
+    rows = row_ids.shape[0]
+    width = texts.shape[1]
+    blocks = triton.cdiv(width, HISTORY_BLOCK)
+    matches = row_ids.new_empty(rows, blocks)
+    predicted_match_kernel[(rows, blocks)](
+        history=history,
+        computed=computed,
+        prompt_len=prompt_len,
+        texts=texts,
+        text_lens=text_lens,
+        row_ids=row_ids,
+        matches=matches,
+        length=history.shape[1],
+        width=width,
+        min_n=min_n,
+        max_n=max_n,
+        BLOCK=HISTORY_BLOCK,
+        num_warps=8,
+    )
+    predicted_follow_kernel[(rows,)](
+        computed=computed,
+        prompt_len=prompt_len,
+        texts=texts,
+        text_lens=text_lens,
+        drafts=drafts,
+        row_ids=row_ids,
+        matches=matches,
+        width=width,
         stride=drafts.stride(0),
         count=count,
         blocks=blocks,

@@ -25,6 +25,7 @@ from lockstep.serve.openai.schema import (
     ParseErrors,
     PromptTokenIds,
     ToolCallObject,
+    UsageObject,
 )
 from lockstep.serve.requests.accumulators import (
     CompletionAccumulator,
@@ -58,6 +59,7 @@ class ChatWriter(ResponseWriter):
         self._parser = UpdateParser(active, body.include_reasoning, body.parallel_tool_calls)
         self._head = response_head(active)
         self._wants_tokens = wants_tokens(active, body)
+        self._counts_drafts = body.prediction is None or active.service.drafts_predictions
         self._unsent_tokens = [TokenBuffer() for _ in active.requests]
 
     @classmethod
@@ -93,7 +95,7 @@ class ChatWriter(ResponseWriter):
             "model": self._head["model"],
             "system_fingerprint": self._head["system_fingerprint"],
             "choices": choices,
-            "usage": usage_object(self._parser.usage),
+            "usage": self._usage_object(),
             "prompt_logprobs": prompt_logprobs(accumulator.prompt_logprobs.get(0)),
             **self._prompt_token_ids(),
         }
@@ -129,6 +131,9 @@ class ChatWriter(ResponseWriter):
         options = self.body.stream_options
         if options and options.include_usage:
             yield self._with_choices([], include_usage=True)
+
+    def _usage_object(self) -> UsageObject:
+        return usage_object(self._parser.usage, self._counts_drafts)
 
     def _prompt_token_ids(self) -> PromptTokenIds:
         if not self.body.return_token_ids:
@@ -189,7 +194,9 @@ class ChatWriter(ResponseWriter):
         }
         options = self.body.stream_options
         if options and options.include_usage:
-            chunk["usage"] = usage_object(self._parser.usage) if include_usage else None
+            chunk["usage"] = (
+                usage_object(self._parser.usage, self._counts_drafts) if include_usage else None
+            )
         return chunk
 
     def _message_delta(

@@ -21,8 +21,12 @@ def response_head(active: ActiveRequest) -> ResponseHead:
     }
 
 
-def usage_object(usage: Usage) -> UsageObject:
-    """Return OpenAI's usage object."""
+def usage_object(usage: Usage, counts_drafts: bool = True) -> UsageObject:
+    """Return OpenAI's usage object.
+
+    counts_drafts: False where the client's prediction was not the source of the drafts.
+    """
+    accepted, drafted = (usage.accepted, usage.drafted) if counts_drafts else (0, 0)
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,
@@ -30,8 +34,8 @@ def usage_object(usage: Usage) -> UsageObject:
         "prompt_tokens_details": {"cached_tokens": usage.cached},
         "completion_tokens_details": {
             "reasoning_tokens": usage.reasoning,
-            "accepted_prediction_tokens": usage.accepted,
-            "rejected_prediction_tokens": usage.drafted - usage.accepted,
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
         },
     }
 
@@ -51,6 +55,13 @@ def choice_end(
     }
     if error:
         end["error"] = error
+    mismatch = active.forced_mismatch(index)
+    if finish_reason is not None and mismatch is not None:
+        end["forced_mismatch"] = {
+            "index": mismatch.index,
+            "forced": mismatch.forced,
+            "chosen": mismatch.chosen,
+        }
     return end
 
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, ValidationError, WithJsonSchema
 
-from lockstep.errors import RequestError
+from lockstep.errors import RequestError, brief
 from lockstep.sampling_params import SamplingParams, StructuredOutputsParams
-from lockstep.serve.http.errors import fault_message
+from lockstep.serve.http.errors import MAX_SHOWN_CHARACTERS, fault_message, field_remedy
 from lockstep.serve.openai.conversation import (
     MAX_MESSAGES,
     TEXT_SCHEMA,
@@ -16,13 +16,22 @@ from lockstep.serve.openai.conversation import (
     Message,
 )
 from lockstep.serve.openai.sampling_fields import MAX_IDS, SamplingFields
-from lockstep.serve.requests.body_models import Body, Shape, known_fields, renamed_fields
+from lockstep.serve.requests.body_models import (
+    ANNOTATION_FIELDS,
+    Body,
+    Nested,
+    Shape,
+    known_fields,
+    renamed_fields,
+)
 from lockstep.serve.requests.parsed_request import ParsedRequest
 from lockstep.serve.requests.unsupported_fields import CHAT, COMPLETIONS, refuse_unsupported
 from lockstep.text.grammars.tool_calls import ANY_CALL
 from lockstep.text.processor import Processor, Rendered
 
 MAX_PROMPTS = 1024
+MAX_PARTS = 1024
+"""Maximum parts of a prediction."""
 NEWER_MAX_TOKENS = "max_completion_tokens"
 """OpenAI's newer name of max_tokens; it overrides the older one."""
 
@@ -66,6 +75,55 @@ _TOOL_CHOICE = {
 }
 
 
+_PARTS = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"type": {"const": "text"}, "text": TEXT_SCHEMA},
+        "required": ["type", "text"],
+    },
+    "maxItems": MAX_PARTS,
+}
+
+
+class Prediction(Nested):
+    """`prediction`: a text that the answer will resemble. It changes no answer."""
+
+    type: Literal["content"]
+    content: Annotated[Any, WithJsonSchema({"anyOf": [TEXT_SCHEMA, _PARTS]})]
+
+    def text(self) -> str:
+        """Return the predicted text. Raises RequestError."""
+        if isinstance(self.content, str):
+            return self.content
+        parts = self.content
+        if not isinstance(parts, list) or len(parts) > MAX_PARTS:
+            raise RequestError(
+                f"prediction.content={brief(parts)} is not allowed; allowed: a text, or a list of "
+                f"at most {MAX_PARTS} parts. Send one of them.",
+                "prediction",
+            )
+        for i, part in enumerate(parts):
+            path = f"prediction.content[{i}]"
+            if not isinstance(part, dict):
+                raise RequestError(
+                    f"{path}={brief(part)} is not allowed; allowed: an object with type and text. "
+                    "Send one.",
+                    "prediction",
+                )
+            for name in part:
+                if name not in ("type", "text", *ANNOTATION_FIELDS) and part[name] is not None:
+                    unknown = f"{path}.{name}"[:MAX_SHOWN_CHARACTERS]
+                    raise RequestError(f"{unknown} {field_remedy(name)}", "prediction")
+            if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise RequestError(
+                    f'{path} is not allowed; allowed: {{"type": "text", "text": a text}}. Send '
+                    "that.",
+                    "prediction",
+                )
+        return "".join(part["text"] for part in parts)
+
+
 class ChatRequest(SamplingFields, Conversation):
     """The body of /v1/chat/completions. Other APIs of conversations are converted to it."""
 
@@ -79,6 +137,7 @@ class ChatRequest(SamplingFields, Conversation):
     tool_choice: Annotated[Any, known_fields(CHOICE_SHAPE), WithJsonSchema(_TOOL_CHOICE)] = "auto"
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
+    prediction: Prediction | None = None
 
     @property
     def num_prompts(self) -> int:
@@ -128,7 +187,10 @@ class ChatRequest(SamplingFields, Conversation):
         max_tokens = self.max_tokens if newer is None else newer
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         with renamed_fields(self.sent_names()):
-            return self.sampling(processor, max_tokens, logprobs)
+            params = self.sampling(processor, max_tokens, logprobs)
+        if self.prediction is not None:
+            params = replace(params, prediction=self.prediction.text())
+        return params
 
     def sent_names(self) -> dict[str, str]:
         """See SamplingFields."""

@@ -14,6 +14,7 @@ from lockstep.inputs import MAX_SALT
 from lockstep.sampling_params import (
     MAX_BAD_WORDS,
     MAX_CHOICES,
+    MAX_FORCED_TOKENS,
     MAX_STOP_IDS,
     SamplingParams,
     StructuredOutputsParams,
@@ -144,6 +145,9 @@ class SamplingFields(SamplerFields):
         "prompt_logprobs",
         "truncate_prompt_tokens",
         "thinking_token_budget",
+        "forced_token_ids",
+        "forced_mismatch",
+        "scored_from",
     )
     """Fields that have the same name in SamplingParams."""
     UNSUPPORTED: ClassVar[Table] = {}
@@ -152,6 +156,9 @@ class SamplingFields(SamplerFields):
     n: int | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    forced_token_ids: list[int] | None = Field(None, fail_fast=True, max_length=MAX_FORCED_TOKENS)
+    forced_mismatch: str | None = None
+    scored_from: int | None = None
     request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
     user: str | None = None
     return_token_ids: bool = False

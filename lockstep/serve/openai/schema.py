@@ -97,7 +97,7 @@ class AssistantMessage(TypedDict):
 
 class TokenOriginObject(TypedDict):
     """Text that a token completed, and the token's source: an accepted draft, the bonus token after
-    drafts, or plain for a step that verified no draft."""
+    drafts, plain for a step that verified no draft, or forced for a token of forced_token_ids."""
 
     text: str
     source: TokenSource
@@ -116,6 +116,17 @@ class ParseErrors(TypedDict):
     tool_call_parse_error: NotRequired[str]
 
 
+class ForcedMismatchObject(TypedDict):
+    """First token of forced_token_ids that the model would not have chosen.
+
+    index: its index in forced_token_ids. chosen: the model's token there, -1 for none.
+    """
+
+    index: int
+    forced: int
+    chosen: int
+
+
 class ChoiceEnd(TypedDict):
     """End of a completion: finish_reason is null until then. `error` is the message of a fault."""
 
@@ -123,6 +134,7 @@ class ChoiceEnd(TypedDict):
     stop_reason: int | str | None
     seed: int
     error: NotRequired[str]
+    forced_mismatch: NotRequired[ForcedMismatchObject]
 
 
 class ChatChoice(ChoiceEnd, TokenFields, ParseErrors):
@@ -193,6 +205,7 @@ class ChatChunkChoice(TokenFields, ParseErrors):
     stop_reason: NotRequired[int | str | None]
     seed: NotRequired[int]
     error: NotRequired[str]
+    forced_mismatch: NotRequired[ForcedMismatchObject]
 
 
 class ChatChunk(ResponseHead, PromptTokenIds):

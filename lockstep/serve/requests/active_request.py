@@ -13,7 +13,7 @@ from lockstep.engine.async_engine import ENGINE_RESTARTED, Update
 from lockstep.engine.engine import STEP_FAILED
 from lockstep.engine.token_update import TokenUpdate
 from lockstep.errors import ComputeError
-from lockstep.outputs import Logprob, RequestMetrics, TokenSource
+from lockstep.outputs import ForcedMismatch, Logprob, RequestMetrics, TokenSource
 from lockstep.scheduling.request import Request
 from lockstep.serve.http.errors import DeadlineError, UnreadError
 from lockstep.serve.http.output_budget import delta_bytes
@@ -21,6 +21,7 @@ from lockstep.serve.http.request_context import REQUEST_CONTEXT
 from lockstep.serve.requests.parsed_request import ParsedRequest
 from lockstep.serve.telemetry.request_record import RequestRecord
 from lockstep.text.processor import CompletionText, TextUpdate, name_tokens
+from lockstep.text.scored_prompt import ScoredPrompt, scored_prompt
 
 if TYPE_CHECKING:
     from lockstep.serve.requests.service import Service
@@ -31,7 +32,7 @@ MAX_BATCH_DELTAS = 16
 """Maximum deltas that a slow reader gets at once before other requests run."""
 PromptLogprobs = list[dict[int, Logprob] | None]
 TokenOrigin = tuple[str, TokenSource]
-"""Text that one token completed, and whether the token was a draft, a bonus token or plain."""
+"""Text that one token completed, and the source of the token."""
 
 
 class Usage(NamedTuple):
@@ -141,6 +142,7 @@ class ActiveRequest:
         self._error: Exception | None = None
         self._faults: list[str] = []
         self._open: dict[int, CompletionText] = {}
+        self._scored_prompts: list[ScoredPrompt | None] = list(map(scored_prompt, requests))
         self._num_running = len(requests)
         self._reader: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -207,6 +209,16 @@ class ActiveRequest:
     def model_name(self) -> str:
         """Name of the model that answers, for the response: an adapter's own."""
         return self.parsed.adapter or self.service.model_name
+
+    def forced_mismatch(self, index: int) -> ForcedMismatch | None:
+        """Return the first forced token of a completion that the model would not have chosen.
+
+        Tokens after the completion's end do not count.
+        """
+        mismatch = self._metrics[index].forced_mismatch
+        if mismatch is None or self._finish_reasons[index] == "error":
+            return mismatch
+        return mismatch if mismatch.index < self._counter.num_tokens[index] else None
 
     def record(self) -> RequestRecord:
         """Return the record of the request, for the log, the metrics and the traces."""
@@ -285,6 +297,13 @@ class ActiveRequest:
                 raise ComputeError(update.error)
             # A fault of one row, such as NaN: the completion ends, the others continue.
             self._faults.append(update.error)
+        scored = self._scored_prompts[index]
+        if scored is not None:
+            converted = scored.convert(update)
+            if converted is None:
+                return
+            update = converted
+            self._metrics[index] = update.metrics
         delta = self._delta(index, update)
         self._deltas.append(delta)
         reason = delta.update.finish_reason

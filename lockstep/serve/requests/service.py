@@ -64,6 +64,7 @@ class Service:
     fingerprint: numerics of the answers, part of every response.
     aliases: further names of the model. adapters: names of its LoRA adapters, each a model of its
     own to clients.
+    drafts_predictions: the engine's drafts are the tokens of predicted texts.
     on_record: called in the event loop with the record of every request that has ended.
     """
 
@@ -77,6 +78,7 @@ class Service:
         aliases: Sequence[str] = (),
         on_record: Sequence[Callable[[RequestRecord], None]] = (),
         adapters: Collection[str] = (),
+        drafts_predictions: bool = False,
     ) -> None:
         self.client = client
         self.processor = processor
@@ -84,6 +86,7 @@ class Service:
         self.adapters = frozenset(adapters)
         self.model_names = tuple(dict.fromkeys((model_name, *aliases, *adapters)))
         self.fingerprint = fingerprint
+        self.drafts_predictions = drafts_predictions
         self.limits = limits or Limits()
         self.on_record = tuple(on_record)
         self.start_time = int(time.time())
