@@ -204,8 +204,8 @@ class Scheduler:
             max_forced = min(self.max_model_len, capacity) - length
             raise RequestError(
                 f"forced_token_ids has {len(request.forced_token_ids)} tokens; allowed: at most "
-                f"{max_forced}, what max_model_len and the cache leave after {length} prompt tokens. "
-                "Force fewer tokens or raise max_model_len.",
+                f"{max_forced}, what max_model_len and the cache leave after {length} prompt "
+                "tokens. Force fewer tokens or raise max_model_len.",
                 "forced_token_ids",
             )
 
