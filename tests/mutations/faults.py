@@ -1186,7 +1186,7 @@ FAULTS = (
         "RowTable.row_tensors",
         "$values = [self.tokens, self.prompt_len, self.forced_end, self.computed, self.folded]",
         "$values = [self.tokens, self.prompt_len, self.computed, self.folded]",
-        f"{OF_FORCED}::test_preempted_rows_keep_their_forced_tokens",
+        "tests/worker/test_row_table.py::test_restored_row_equals_saved_row",
     ),
     Fault(
         "the last forced token is not written to its row", "worker", ROWS, "write_row",
