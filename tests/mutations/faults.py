@@ -1192,7 +1192,7 @@ FAULTS = (
         "the last forced token is not written to its row", "worker", ROWS, "write_row",
         "$known = torch.cat([$prompt, $forced])",
         "$known = torch.cat([$prompt, $forced[:-1]])",
-        f"{OF_FORCED}::test_other_token_is_an_error_or_reported",
+        "tests/worker/test_row_table.py::test_row_table_random_walk",
     ),
     Fault(
         "a row decodes while it has forced tokens", "scheduler", SCHEDULER, "Scheduler.schedule",
