@@ -5,9 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.engine.async_engine import ENGINE_RESTARTED, Update
-from lockstep.engine.engine import STEP_FAILED
-from lockstep.errors import ComputeError
+from lockstep.engine.async_engine import Update
 from lockstep.outputs import CompletionOutput, RequestOutput
 from lockstep.sampling_params import SamplingParams
 from lockstep.text.parsers import ReplyParser
@@ -85,12 +83,10 @@ class RequestGroup:
         """Take an update of one completion -> its final text and tokens; None after its end, and
         where an update only has scored tokens of the prompt.
 
-        Raises ComputeError where a step failed, or the engine's own error.
+        Raises the engine's error: ComputeError where the engine fails again and again.
         """
         if isinstance(update, Exception):
             raise update
-        if update.error in (STEP_FAILED, ENGINE_RESTARTED):
-            raise ComputeError(update.error)
         text = self._texts[index]
         if text.finished:
             return None

@@ -11,10 +11,14 @@ from lockstep.config import EngineConfig
 from lockstep.engine.async_engine import AsyncEngine
 from lockstep.engine.engine import Engine
 from lockstep.engine.engine_process import HEARTBEAT_SECONDS
+from lockstep.engine.executor import PendingResults
 from lockstep.engine.stats import Stats
 from lockstep.errors import ConfigError, EngineDeadError
 from lockstep.kernels.compiler_signals import run_empty_pass
+from lockstep.scheduling.grammar import FillMasks
+from lockstep.scheduling.schedule import Schedule
 from lockstep.serve.engine_factory import engine_factory
+from lockstep.serve.telemetry.logs import LogFormat
 from lockstep.text.settings import TextSettings
 
 PATIENCE = 90.0
@@ -34,16 +38,16 @@ def compiling(settings: dict[str, Any], progress: Progress) -> EngineAndGrammars
 
 
 def faulty(settings: dict[str, Any], progress: Progress) -> EngineAndGrammars:
-    """Return an engine that hangs on requests named "hang..." and crashes on "die..."."""
+    """Return an engine that hangs while it runs requests named "hang...", and crashes once it has
+    one named "die..."."""
     engine_and_grammars = plain(settings, progress)
     engine = engine_and_grammars[0]
     step = engine.step
 
     def call() -> Any:
-        names = list(engine.scheduler.entries)
-        if any(name.startswith("hang") for name in names):
+        if any(entry.request.id.startswith("hang") for entry in engine.scheduler.running):
             time.sleep(3600)
-        if any(name.startswith("die") for name in names):
+        if any(name.startswith("die") for name in engine.scheduler.entries):
             raise RuntimeError("the device is gone")
         return step()
 
@@ -52,6 +56,28 @@ def faulty(settings: dict[str, Any], progress: Progress) -> EngineAndGrammars:
 
     engine.step = call  # type: ignore[method-assign]
     engine.recover = recover  # type: ignore[method-assign]
+    return engine_and_grammars
+
+
+def fails_on_signals(
+    config: EngineConfig, text: TextSettings, log_format: LogFormat, progress: Progress
+) -> EngineAndGrammars:
+    """Return an engine a step of which raises after SIGUSR1, and hangs after SIGUSR2."""
+    engine_and_grammars = engine_factory(config, text, log_format, progress)
+    executor = engine_and_grammars[0].executor
+    execute = executor.execute
+    received: list[int] = []
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda number, _: received.append(number))
+
+    def call(schedule: Schedule, fill_masks: FillMasks) -> PendingResults:
+        if received and schedule.has_steps:
+            if received.pop() == signal.SIGUSR2:
+                time.sleep(3600)
+            raise RuntimeError("a step failed")
+        return execute(schedule, fill_masks)
+
+    executor.execute = call  # type: ignore[method-assign]
     return engine_and_grammars
 
 

@@ -2,27 +2,39 @@
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from lockstep.engine.engine_loop import Deliver, Delivery
+from lockstep.engine.received_answer import ReceivedAnswer
 from lockstep.engine.stats import Stats
 from lockstep.engine.token_update import TokenUpdate
-from lockstep.errors import EngineDeadError, RequestError
-from lockstep.outputs import RequestMetrics
+from lockstep.errors import ComputeError, EngineDeadError, RequestError
 from lockstep.scheduling.request import Request
 
-ENGINE_RESTARTED = (
-    "the engine was restarted while it worked on this request. Send the request again; the log "
-    "names the cause."
-)
 NOT_STARTED = "it was never started"
 SHUT_DOWN = "it was shut down"
+
+
+log = logging.getLogger("lockstep.engine")
+
+
+class Loss(NamedTuple):
+    """Consequences of the loss of an engine.
+
+    num_resumed: requests on which it worked and which go on. num_ended: requests that ended.
+    num_open: requests that were submitted again.
+    """
+
+    num_resumed: int
+    num_ended: int
+    num_open: int
 
 
 @dataclass(frozen=True)
@@ -30,15 +42,16 @@ class Receiver:
     """Callbacks of a transport, called in its thread.
 
     deliver: receives the updates of requests.
-    lost: called with forget() when the engine is gone and another one will follow. It calls
-    forget(), which drops the transport's queued commands, submits again the requests that can start
-    over, and returns how many requests ended instead.
+    begun: receives the ids of requests before the engine works on them.
+    lost: called with forget() when the engine is gone and another one may follow. It calls
+    forget(), which drops the transport's queued commands, and submits the open requests again.
     ended: called once with the reason when no more updates follow; the flag is True where the
     engine ended without stop().
     """
 
     deliver: Deliver
-    lost: Callable[[Callable[[], None]], int]
+    begun: Callable[[Sequence[str]], None]
+    lost: Callable[[Callable[[], None]], Loss]
     ended: Callable[[str, bool], None]
 
 
@@ -143,19 +156,18 @@ class Inbox:
 class _OpenRequest:
     """Request that has not ended, with its listener.
 
-    queue: where its updates go. is_final: it cannot start over if the engine is lost. context:
-    context variables of the caller, for the listener.
+    queue: where its updates go. answer: what they had so far. context: context variables of the
+    caller, for the listener.
     """
 
     request: Request
     listener: Listener
     queue: _LoopQueue | Inbox
-    is_final: bool = False
-    metrics: RequestMetrics = field(init=False)
+    answer: ReceivedAnswer = field(init=False)
     context: Context = field(default_factory=copy_context)
 
     def __post_init__(self) -> None:
-        self.metrics = RequestMetrics(arrival_time=self.request.metrics.arrival_time)
+        self.answer = ReceivedAnswer(self.request)
 
 
 class Stream:
@@ -181,11 +193,11 @@ class AsyncEngine:
     abort() and stats() may be called from any thread, and so may submit() with an inbox. Without
     one, submit() and stream() belong to an event loop.
 
-    A step that raises ends the requests that it computed, and the engine goes on. Where the engine
-    is lost and restarted, requests without tokens are queued again, once, in their order; the same
-    seed gives the same answer. Where it is not restarted, all requests end, and `on_end` is called
-    once, in the transport's thread, with the reason; not after shutdown(). remedy: advice in the
-    error of a stopped engine.
+    Where a step raises, or the engine is lost and restarted, all requests go on from the tokens
+    that were delivered, in their order: a listener sees a pause. A request whose runs fail the
+    engine again and again ends with ComputeError. Where the engine is not restarted, all requests
+    end, and `on_end` is called once, in the transport's thread, with the reason; not after
+    shutdown(). remedy: advice in the error of a stopped engine.
     """
 
     def __init__(
@@ -205,7 +217,7 @@ class AsyncEngine:
     def start(self) -> None:
         """Start the transport."""
         self._ended = None
-        self.transport.start(Receiver(self._deliver, self._lost, self._close))
+        self.transport.start(Receiver(self._deliver, self._begun, self._lost, self._close))
 
     def shutdown(self) -> None:
         """Stop the engine after its current step; open requests end with EngineDeadError."""
@@ -271,7 +283,7 @@ class AsyncEngine:
             if ended is None:
                 return
             self.transport.abort(request_id)
-        last = TokenUpdate([], None, "abort", None, ended.metrics.copy())
+        last = TokenUpdate([], None, "abort", None, ended.answer.metrics.copy())
         _put_updates([(ended, last)])
 
     def reset_prefix_cache(self) -> None:
@@ -308,26 +320,39 @@ class AsyncEngine:
                 if isinstance(item, Exception) or item.finish_reason is not None:
                     del self._open[request_id]
                 else:
-                    opened.is_final = True
-                    opened.metrics = item.metrics
+                    opened.answer.add(item)
                 delivered.append((opened, item))
         _put_updates(delivered)
 
-    def _lost(self, forget: Callable[[], None]) -> int:
-        """Handle the loss of the engine: end requests that have tokens, submit the others again.
+    def _begun(self, request_ids: Sequence[str]) -> None:
+        """Note that the engine works on these requests."""
+        with self._lock:
+            for request_id in request_ids:
+                if request_id in self._open:
+                    self._open[request_id].answer.has_begun = True
 
-        A request is submitted again only once, since it may be the cause of the loss.
+    def _lost(self, forget: Callable[[], None]) -> Loss:
+        """Handle the loss of the engine: submit the open requests again, in their order.
+
+        Ends a request that engines have worked on again and again when they were lost.
         """
+        ended: list[tuple[_OpenRequest, Update]] = []
+        rest: list[Request] = []
+        num_begun = 0
         with self._lock:
             forget()
-            ended = [opened for opened in self._open.values() if opened.is_final]
-            for opened in ended:
-                del self._open[opened.request.id]
-            for opened in self._open.values():
-                opened.is_final = True
-            self.transport.submit([opened.request for opened in self._open.values()])
-        _put_updates([(opened, _restarted(opened)) for opened in ended])
-        return len(ended)
+            for opened in list(self._open.values()):
+                num_begun += opened.answer.lose_engine()
+                request = opened.answer.rest()
+                if request.failure is None:
+                    rest.append(request)
+                else:
+                    log.error("request %s ends: %s", request.id, request.failure)
+                    ended.append((opened, ComputeError(request.failure)))
+                    del self._open[request.id]
+            self.transport.submit(rest)
+        _put_updates(ended)
+        return Loss(num_begun - len(ended), len(ended), len(rest))
 
     def _close(self, why: str, by_itself: bool) -> None:
         """End every request, including those that the engine has not received."""
@@ -338,10 +363,6 @@ class AsyncEngine:
         _put_updates([(opened, self._dead()) for opened in unfinished])
         if by_itself and self.on_end is not None:
             self.on_end(why)
-
-
-def _restarted(opened: _OpenRequest) -> TokenUpdate:
-    return TokenUpdate([], None, "error", None, opened.metrics.copy(), error=ENGINE_RESTARTED)
 
 
 def _put_updates(updates: Sequence[tuple[_OpenRequest, Update]]) -> None:

@@ -7,7 +7,7 @@ device is the truth.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,9 @@ from lockstep.scheduling.schedule import Schedule
 MAX_FAILURES = 5
 """Consecutive steps that may fail: a fault that repeats is not caused by one request."""
 STEP_FAILED = (
-    "the engine failed in a step that worked on this request. Send the request again; "
-    "the log names the cause."
+    "the engine failed in a step that worked on this request, and synthetic_acceptance, whose "
+    "tokens are not the model's, cannot go on from them. Send the request again; the log names the "
+    "cause."
 )
 
 
@@ -44,6 +45,8 @@ class Counted:
 
 class Engine:
     """Control plane of one model: it owns a scheduler and an executor.
+
+    on_begin: called with the ids of requests before the step that gives them a row.
 
     All methods belong to one thread, except check() and drain_stats(). Counters change under a lock
     that is never taken while the device is waited for.
@@ -73,6 +76,7 @@ class Engine:
         self._in_flight: deque[tuple[Schedule, PendingResults]] = deque()
         self._counted: dict[str, Counted] = {}
         self._failures = 0
+        self.on_begin: Callable[[Sequence[str]], None] | None = None
 
     @property
     def facts(self) -> Any:
@@ -106,7 +110,17 @@ class Engine:
         self.check(request)
         with self._counting:
             self.scheduler.add(request)
-            self.stats.prompt_tokens_total += len(request.prompt_token_ids)
+            if request.num_resumed:
+                # The lost engine counted the prompt and the tokens that the client has.
+                metrics = request.metrics
+                self._counted[request.id] = Counted(
+                    None,
+                    request.num_resumed,
+                    metrics.num_draft_tokens,
+                    metrics.num_accepted_tokens,
+                )
+            else:
+                self.stats.prompt_tokens_total += len(request.prompt_token_ids)
 
     def abort(self, request_id: str) -> Request | None:
         """Abort a request in any phase; its tokens stay. Returns None for an unknown id."""
@@ -134,9 +148,8 @@ class Engine:
         with self._counting:
             schedule = self.scheduler.schedule()
             self.stats.steps_total += bool(schedule.decode)
-        for admission in schedule.admissions:
-            request = self.scheduler.entries[admission.spec.id].request
-            request.metrics.scheduled_time = time.monotonic()
+        if schedule.admissions:
+            self._begin([admission.spec.id for admission in schedule.admissions])
         if not schedule.is_empty:
             pending = self.executor.execute(schedule, self.scheduler.fill_masks)
             if schedule.has_steps:
@@ -146,6 +159,16 @@ class Engine:
         if self._in_flight and (idle or len(self._in_flight) >= self.plan.steps_in_flight):
             return self._read()
         return []
+
+    def _begin(self, ids: Sequence[str]) -> None:
+        """Handle the first rows of requests."""
+        now = time.monotonic()
+        for request_id in ids:
+            metrics = self.scheduler.entries[request_id].request.metrics
+            if metrics.scheduled_time is None:
+                metrics.scheduled_time = now
+        if self.on_begin is not None:
+            self.on_begin(ids)
 
     def _read(self) -> list[Request]:
         """Read the results of the oldest schedule and give them to the requests."""
@@ -167,26 +190,30 @@ class Engine:
         return touched
 
     def _count(self, request: Request, now: float) -> None:
+        has_ended = request.finish_reason is not None
+        if not has_ended and len(request.output_token_ids) <= request.num_resumed:
+            return  # the client has these tokens, and they were counted
         stats = self.stats
         metrics = request.metrics
         drafted = metrics.num_draft_tokens
         accepted = metrics.num_accepted_tokens
         before = self._counted.get(request.id, Counted())
-        after = Counted(now, len(request.output_token_ids), drafted, accepted)
+        num_tokens = max(len(request.output_token_ids), request.num_resumed)
+        after = Counted(now, num_tokens, drafted, accepted)
         stats.generation_tokens_total += after.tokens - before.tokens
         stats.draft_tokens_total += after.drafted - before.drafted
         stats.accepted_tokens_total += after.accepted - before.accepted
         if before.at is not None:
             stats.observe("itl_seconds", now - before.at)
-        elif after.tokens:
+        elif after.tokens and metrics.first_token_time is None:
             metrics.first_token_time = now
             stats.observe("ttft_seconds", now - metrics.arrival_time)
         self._counted[request.id] = after
-        if request.finish_reason is not None:
+        if has_ended:
             self._counted.pop(request.id, None)
             metrics.finished_time = now
             stats.observe("e2e_seconds", now - metrics.arrival_time)
-            stats.requests_success_total[request.finish_reason] += 1
+            stats.requests_success_total[str(request.finish_reason)] += 1
 
     def drain_stats(self) -> Stats:
         """Return a copy of the counters, from any thread; histogram lists start anew."""
@@ -266,14 +293,15 @@ class Engine:
         self._forget()
 
     def recover(self) -> list[Request]:
-        """Recover from a step that raised: end the requests that have begun, with "error".
+        """Recover from a step that raised; return the requests that end, with their `error` set.
 
-        The content of their rows on the device is unknown then, so requests that have or had a row
-        end and no cached prefix is kept; waiting requests keep waiting. Raises EngineDeadError
-        where an empty step fails as well, or steps fail again and again.
+        The content of the rows on the device is unknown then. So requests that have or had a row
+        begin again, with their tokens so far as forced tokens, and no cached prefix is kept;
+        waiting requests keep waiting. A request whose runs fail again and again ends. Raises
+        EngineDeadError where an empty step fails as well, or steps fail again and again.
         """
         self._failures += 1
-        failed = [self._end(request_id, "error") for request_id in self.scheduler.begun()]
+        ended = [r for r in map(self._restart, self.scheduler.begun()) if r is not None]
         self._forget()
         if self._failures >= MAX_FAILURES:
             raise EngineDeadError(f"{self._failures} steps in a row failed")
@@ -286,10 +314,24 @@ class Engine:
             raise EngineDeadError(
                 f"a step failed, and so did an empty one after it{cause}"
             ) from error
-        ended = [request for request in failed if request is not None]
-        for request in ended:
-            request.error = STEP_FAILED
         return ended
+
+    def _restart(self, request_id: str) -> Request | None:
+        """Queue a request of a failed step again; return it where it ends instead."""
+        request = self.scheduler.entries[request_id].request
+        request.failures += 1
+        drafting = self.config.speculative_config
+        is_synthetic = drafting is not None and drafting.synthetic_acceptance is not None
+        error = request.failure
+        if error is None and is_synthetic and request.output_token_ids:
+            error = STEP_FAILED
+        if error is not None:
+            request.error = error
+            return self._end(request_id, "error")
+        with self._counting:
+            self.scheduler.restart(request_id)
+            self.stats.resumed_total += 1
+        return None
 
     def _forget(self) -> None:
         """Drop the steps in flight and the prefix cache."""

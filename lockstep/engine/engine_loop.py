@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from lockstep.engine.engine import Engine
 from lockstep.engine.token_update import TokenUpdate, token_update
-from lockstep.errors import EngineDeadError
+from lockstep.errors import ComputeError, EngineDeadError
 from lockstep.scheduling.request import Request
 
 log = logging.getLogger("lockstep.engine")
@@ -26,7 +26,7 @@ def keep_from_collection() -> None:
 
 
 Delivery = tuple[str, TokenUpdate | Exception]
-"""Id of a request, and its update or the error by which the engine refused it."""
+"""Id of a request, and its update or the error with which the engine refused or ended it."""
 Deliver = Callable[[Sequence[Delivery]], None]
 
 
@@ -80,7 +80,7 @@ class EngineLoop:
     def run(self) -> str | None:
         """Serve until stop(), or until the engine cannot go on; then return the reason.
 
-        A step that raises ends the requests that it computed, and the loop goes on.
+        After a step that raises, its requests go on from their tokens.
         """
         executor = self.engine.executor
         try:
@@ -107,7 +107,7 @@ class EngineLoop:
 
     def _serve(self) -> None:
         while self._take_commands():
-            touched = self._step()
+            touched = [request for request in self._step() if self._has_news(request)]
             # Clients of finished requests wait for nothing else, so they are served first.
             self._emit([one for one in touched if one.finish_reason is not None])
             self._emit([one for one in touched if one.finish_reason is None])
@@ -143,27 +143,39 @@ class EngineLoop:
             except Exception as error:  # a request that add() refuses has changed nothing
                 self._deliver([(request.id, error)])
             else:
-                self._sent[request.id] = 0
+                self._sent[request.id] = request.num_resumed
 
     def _abort(self, request_id: str) -> None:
         self.engine.abort(request_id)
         self._sent.pop(request_id, None)
 
     def _step(self) -> list[Request]:
-        """Run one iteration; after a failed one return the requests that it ended."""
+        """Run one iteration and return the requests that it touched; recover after a failed
+        one."""
         self._began = time.monotonic()
         try:
             return self.engine.step()
         except Exception:
-            log.exception("a step failed; its requests end with an error")
-            ended = self.engine.recover()
-            log.error(
-                "requests of the failed step: %s",
-                ", ".join(request.id for request in ended) or "none",
-            )
-            return ended
+            self._recover()
+            return []
         finally:
             self._began = None
+
+    def _recover(self) -> None:
+        """Recover from the exception of a step, which is being handled."""
+        begun = ", ".join(self.engine.scheduler.begun()) or "none"
+        log.exception("a step failed; its requests go on from their tokens: %s", begun)
+        ended = self.engine.recover()
+        for request in ended:
+            log.error("request %s ends: %s", request.id, request.error)
+            del self._sent[request.id]
+        if ended:
+            self._deliver([(request.id, ComputeError(request.error)) for request in ended])
+
+    def _has_news(self, request: Request) -> bool:
+        """Return whether a request has tokens that were not sent, or has ended."""
+        is_new = len(request.output_token_ids) > self._sent[request.id]
+        return is_new or request.finish_reason is not None
 
     def _update_of(self, request: Request) -> Delivery:
         """Return the new tokens of a request since its last update."""

@@ -17,6 +17,7 @@ from lockstep.engine.engine import Engine
 from lockstep.engine.engine_loop import Delivery, EngineLoop, keep_from_collection
 from lockstep.engine.messages import (
     Abort,
+    Began,
     Command,
     Ended,
     EngineRequest,
@@ -70,6 +71,7 @@ class _Host:
             self._report(Failed(_picklable(error)))
             return
         self._compile_limiter = CompileLimiter(self._engine.plan.max_num_seqs)
+        self._engine.on_begin = self._report_begun
         self._loop = EngineLoop(self._engine, self._deliver)
         keep_from_collection()
         self._report(Ready(self._engine.facts, self._engine.executor.device_rates()))
@@ -96,6 +98,9 @@ class _Host:
 
     def _report_progress(self, what: str, done: int, of: int) -> None:
         self._report(Progress(what, done, of))
+
+    def _report_begun(self, ids: Sequence[str]) -> None:
+        self._report(Began(ids))
 
     def _deliver(self, updates: Sequence[Delivery]) -> None:
         for request_id, _ in updates:
@@ -156,6 +161,7 @@ class _Host:
 
     def _compile(self, request: Request, recipe: object) -> None:
         self._compile_limiter.enter(request.id)
+        self._report_begun([request.id])
         try:
             request.grammar = self._make_grammar(recipe)
         except Exception as error:

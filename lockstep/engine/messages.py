@@ -20,12 +20,14 @@ class EngineRequest:
     prompt_token_ids: list[int]
     params: SamplingParams
     priority: int
-    arrival: float
+    metrics: RequestMetrics
     eos_token_ids: frozenset[int]
     seed: int
     cache_salt: str
     adapter: str
     speculate: bool
+    num_resumed: int
+    failures: int
     grammar: object
 
     @classmethod
@@ -36,12 +38,14 @@ class EngineRequest:
             request.prompt_token_ids,
             request.params,
             request.priority,
-            request.metrics.arrival_time,
+            request.metrics,
             request.eos_token_ids,
             request.seed,
             request.cache_salt,
             request.adapter,
             request.speculate,
+            request.num_resumed,
+            request.failures,
             None if request.grammar is None else request.grammar.recipe,
         )
 
@@ -52,12 +56,15 @@ class EngineRequest:
             prompt_token_ids=self.prompt_token_ids,
             params=self.params,
             priority=self.priority,
-            arrival=self.arrival,
+            arrival=self.metrics.arrival_time,
             eos_token_ids=self.eos_token_ids,
             seed=self.seed,
             cache_salt=self.cache_salt,
             adapter=self.adapter,
             speculate=self.speculate,
+            num_resumed=self.num_resumed,
+            failures=self.failures,
+            metrics=self.metrics,
         )
 
 
@@ -121,6 +128,15 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Began:
+    """Report that the engine begins to work on requests: it compiles their grammars, or gives them
+    rows.
+    """
+
+    ids: Sequence[str]
+
+
+@dataclass(frozen=True)
 class Updates:
     """Report of the updates of one step."""
 
@@ -168,4 +184,4 @@ class Ended:
     why: str
 
 
-Report = Progress | Failed | Ready | Updates | Heartbeat | Ended
+Report = Progress | Failed | Ready | Began | Updates | Heartbeat | Ended

@@ -1,8 +1,11 @@
 """Transport to an engine in a separate process, which is watched and restarted when lost."""
 
 import logging
+import os
 import queue
 import signal
+import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -12,7 +15,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
 from lockstep.child_processes import blocked_signals
-from lockstep.engine.async_engine import SHUT_DOWN, Receiver
+from lockstep.engine.async_engine import SHUT_DOWN, Loss, Receiver
 from lockstep.engine.engine_process import (
     HEARTBEAT_SECONDS,
     MakeEngine,
@@ -20,6 +23,7 @@ from lockstep.engine.engine_process import (
 )
 from lockstep.engine.messages import (
     Abort,
+    Began,
     Command,
     Ended,
     Failed,
@@ -33,6 +37,7 @@ from lockstep.engine.messages import (
     Updates,
 )
 from lockstep.engine.stats import Stats
+from lockstep.engine.token_update import TokenUpdate
 from lockstep.errors import EngineDeadError
 from lockstep.scheduling.request import Request
 
@@ -40,8 +45,8 @@ log = logging.getLogger("lockstep.engine")
 
 MAX_RESTARTS = 3
 RESTART_WINDOW = 600.0
-"""Seconds in which MAX_RESTARTS restarts may happen. A restart does not cure a fault that repeats
-sooner.
+"""Seconds in which MAX_RESTARTS restarts may happen of engines that were lost before any update,
+or without an open request. A restart does not cure a fault that repeats sooner.
 """
 STOP_SECONDS = 30.0
 """Seconds that stop() waits for the current step before it kills the process."""
@@ -51,12 +56,27 @@ REAP_SECONDS = 10.0
 ShowProgress = Callable[[str, int, int], None]
 
 
-class _Child:
-    """Process of one engine."""
+def limit_receiving(connection: Connection, seconds: float) -> None:
+    """Make recv() raise OSError where a message that has begun does not go on for `seconds`.
 
-    def __init__(self, make: MakeEngine) -> None:
+    A process that is stopped while it writes a message would block the reader for ever.
+    """
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        # The option belongs to the socket, not to the descriptor. It is a struct timeval.
+        timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+
+
+class _Child:
+    """Process of one engine.
+
+    message_seconds: a message that begins and does not go on for that long ends the reports.
+    """
+
+    def __init__(self, make: MakeEngine, message_seconds: float) -> None:
         context = get_context("spawn")
         self.connection, child_end = context.Pipe()
+        limit_receiving(self.connection, message_seconds)
         self.process = context.Process(
             target=run_engine, args=(child_end, make), name="lockstep-engine"
         )
@@ -149,11 +169,12 @@ class ProcessTransport:
         self._last_report = time.monotonic()
         self._busy_for = 0.0
         self._stopping = False
+        self._has_served = False
         self._restart_times: deque[float] = deque(maxlen=MAX_RESTARTS)
         self._receiver: Receiver | None = None
         self._thread = threading.Thread(target=self._supervise, name="lockstep-engine", daemon=True)
         self.restarting = False
-        self._child = _Child(make)
+        self._child = _Child(make, step_seconds)
         try:
             ready = self._until_ready(show)
         except BaseException:
@@ -235,8 +256,13 @@ class ProcessTransport:
         """Serve with one engine after the other."""
         assert self._receiver is not None
         fault = self._serve()
-        while not self._stopping and self._may_restart():
-            fault = self._restart(fault)
+        while not self._stopping:
+            self.restarting = True
+            loss = self._receiver.lost(self._drop_commands)
+            if not self._may_restart(loss):
+                break
+            log.error("the engine process ended (%s); restarting it", fault)
+            fault = self._restart(loss)
         self._receiver.ended(SHUT_DOWN if self._stopping else fault, not self._stopping)
 
     def _serve(self) -> str:
@@ -263,15 +289,29 @@ class ProcessTransport:
         self._last_report = time.monotonic()
         if isinstance(report, Updates):
             self._busy_for = 0.0
+            self._has_served = self._has_served or any(
+                isinstance(item, TokenUpdate) for _, item in report.updates
+            )
             self._receiver.deliver(report.updates)
+        elif isinstance(report, Began):
+            self._receiver.begun(report.ids)
         elif isinstance(report, Heartbeat):
             self._busy_for = report.busy_for
             with self._counting:
                 self._stats = report.stats.after(self._stats.only_histograms())
         return report.why if isinstance(report, Ended) else None
 
-    def _may_restart(self) -> bool:
-        """Count a restart and return whether the limit allows it."""
+    def _may_restart(self, loss: Loss) -> bool:
+        """Return whether an engine may follow the lost one; count the restart if it must.
+
+        Where the lost engine had updates for requests that go on, its successor continues a work
+        that gets done. A loss that ends a request is explained by it.
+        """
+        if self._has_served and loss.num_open + loss.num_ended:
+            self._restart_times.clear()
+            return True
+        if loss.num_ended:
+            return True
         now = time.monotonic()
         if (
             len(self._restart_times) == MAX_RESTARTS
@@ -282,18 +322,19 @@ class ProcessTransport:
         self._restart_times.append(now)
         return True
 
-    def _restart(self, fault: str) -> str:
+    def _restart(self, loss: Loss) -> str:
         """Start a successor of a lost engine and serve; return how it ended."""
-        assert self._receiver is not None
-        log.error("the engine process ended (%s); restarting it", fault)
-        self.restarting = True
-        ended = self._receiver.lost(self._drop_commands)
         with self._counting:
             before = self._stats.after(self._past_stats)
-            before.requests_success_total["error"] += ended
-            self._past_stats = replace(before, restarts_total=before.restarts_total + 1)
+            before.requests_success_total["error"] += loss.num_ended
+            self._past_stats = replace(
+                before,
+                restarts_total=before.restarts_total + 1,
+                resumed_total=before.resumed_total + loss.num_resumed,
+            )
             self._stats = Stats()
-        self._child = _Child(self._make)
+        self._has_served = False
+        self._child = _Child(self._make, self._step_seconds)
         try:
             self._until_ready(lambda what, done, of: None)
         except Exception as error:

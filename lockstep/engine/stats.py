@@ -23,7 +23,8 @@ class Stats:
     """Totals since the start, current gauges, and histogram lists that readers drain.
 
     drafts_total: rows of steps with drafts. accepted_at: accepted drafts by their index in a row.
-    restarts_total: engines that were lost and restarted. host_pages: size of the host tier of the
+    restarts_total: engines that were lost and restarted. resumed_total: requests that went on after
+    the engine failed while it ran them. host_pages: size of the host tier of the
     cache. offloaded, fetched: pages and snapshots copied to the host tier and back.
     iteration_tokens: prompt and generated tokens of each step. host_hits_total: those
     prefix_hits_total tokens whose pages came back from the host tier.
@@ -52,6 +53,7 @@ class Stats:
     fetched_bytes_total: int = 0
     drafts_total: int = 0
     restarts_total: int = 0
+    resumed_total: int = 0
     accepted_at: tuple[int, ...] = ()
     requests_success_total: Counter[str] = field(default_factory=Counter)
     ttft_seconds: list[float] = field(default_factory=list)

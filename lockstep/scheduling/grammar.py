@@ -62,6 +62,10 @@ class Grammar(Protocol):
         """Accept the next tokens of the answer."""
         ...
 
+    def fresh(self) -> "Grammar":
+        """Return a grammar of the same recipe that has accepted no token."""
+        ...
+
 
 @dataclass(frozen=True)
 class MaskQuery:

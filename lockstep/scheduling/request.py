@@ -19,6 +19,19 @@ FORCED_TOKEN_DIFFERS = (
     "from other weights, numerics, sampling parameters, seed or prompt. The tokens before it are "
     'equal. Send forced_mismatch="report" to go on with the forced tokens.'
 )
+SUSPECT_FAILURES = 2
+"""Failures of the engine during a request's run, without a new token of it between, after which the
+request runs alone.
+"""
+MAX_REQUEST_FAILURES = 4
+"""Failures that end the request. The last two came while it ran alone: one of them may have come
+from outside.
+"""
+KEEPS_FAILING = (
+    "the engine stopped {count} times while it ran request {id!r}, without a new token of it. So "
+    "this request ends; others go on. The log names the cause. Change the request before you send "
+    "it again."
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,8 @@ class Request:
     grammar: constraint of the answer. speculate: whether to verify drafts; the tokens are the same
     either way. scored: last tokens of the client's prompt, which are forced tokens here; the engine
     does not read it. max_len: maximum tokens of prompt and answer together; set by the scheduler.
+    num_resumed: tokens of the answer that the client has from an earlier run; they are forced.
+    failures: failures of the engine while it ran this request, since its latest new token.
     token_sources: one per token of the answer. finish_reason: stop, length, abort or error once the
     request has ended. stop_reason: the id in stop_token_ids that ended it. error: message for the
     client where finish_reason is "error".
@@ -61,6 +76,8 @@ class Request:
     speculate: bool = True
     scored: ScoredTokens | None = None
     max_len: int = 2**31 - 1
+    num_resumed: int = 0
+    failures: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     token_sources: list[TokenSource] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
@@ -72,6 +89,23 @@ class Request:
 
     def __post_init__(self) -> None:
         self.metrics.arrival_time = self.arrival
+
+    @property
+    def is_suspect(self) -> bool:
+        """Return whether this request may be the cause of the engine's failures."""
+        return self.failures >= SUSPECT_FAILURES
+
+    @property
+    def failure(self) -> str | None:
+        """Return the error with which the request ends for its failures; None below the limit."""
+        if self.failures < MAX_REQUEST_FAILURES:
+            return None
+        return KEEPS_FAILING.format(count=self.failures, id=self.id)
+
+    @property
+    def is_replaying(self) -> bool:
+        """Return whether the next token is one that the client has already."""
+        return len(self.output_token_ids) < self.num_resumed
 
     @property
     def grammar_fault(self) -> str | None:
@@ -135,6 +169,18 @@ class Request:
             self._set_finish_reason(token)
         return len(tokens)
 
+    def restart(self) -> None:
+        """Begin again after a failure of the engine: the tokens so far are forced."""
+        self.params = continue_from(self.params, self.output_token_ids)
+        self.num_resumed = max(self.num_resumed, len(self.output_token_ids))
+        # New lists: the cache's record of the failed run refers to the old ones.
+        self.output_token_ids = []
+        self.token_sources = []
+        self.logprobs = []
+        self.prompt_logprobs = []
+        if self.grammar is not None:
+            self.grammar = self.grammar.fresh()
+
     def _ends_by_mismatch(self) -> bool:
         """Return whether the next token is a forced one at which the request ends with an error."""
         mismatch = self.metrics.forced_mismatch
@@ -161,6 +207,17 @@ class Request:
         if token in (self.params.stop_token_ids or ()):
             return True
         return token in self.eos_token_ids and not self.params.ignore_eos
+
+
+def continue_from(params: SamplingParams, token_ids: Sequence[int]) -> SamplingParams:
+    """Return parameters that force the first tokens of an answer; forced tokens of the user that
+    go further stay."""
+    forced = params.forced_token_ids or ()
+    if len(token_ids) <= len(forced):
+        return params
+    # Without forced tokens, the user's forced_mismatch has no effect, and a grammar may refuse it.
+    mismatch = params.forced_mismatch if forced else "error"
+    return params.clone(forced_token_ids=list(token_ids), forced_mismatch=mismatch)
 
 
 def check_ids(request: Request, vocab: int) -> None:

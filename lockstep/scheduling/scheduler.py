@@ -11,6 +11,7 @@ no deadlock, and where a request ends does not depend on the number of drafts. T
 that length go to the null page and are never read for a token that counts.
 """
 
+from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -151,6 +152,7 @@ class Scheduler:
         self.queue: WaitingQueue[Entry] = WaitingQueue()
         self.preempted: dict[str, Entry] = {}  # those of the queue whose state is in host memory
         self.forced: set[str] = set()
+        self.suspects: list[Entry] = []  # the first one runs alone
         self.launched: dict[int, dict[int, Entry]] = {}
         self.drafts_ready = 0
         self.dropped: list[str] = []
@@ -221,13 +223,33 @@ class Scheduler:
         request.max_len = min(self.max_model_len, self.cache.capacity)
         self.arrivals += 1
         rank = request.priority if self.policy == "priority" else 0
+        seq = self._cache_seq(request)
+        self._enqueue(Entry(request, seq, (rank, self.arrivals)))
+
+    def _enqueue(self, entry: Entry) -> None:
+        """Queue a request that has no row and nothing in host memory."""
+        self.queue.push(entry)
+        self.entries[entry.request.id] = entry
+        if entry.request.is_suspect:
+            # One that failed alone comes first, so that a second failure from outside is unlikely.
+            insort(self.suspects, entry, key=lambda e: (-e.request.failures, e.key))
+
+    def restart(self, request_id: str) -> None:
+        """Queue a request again from its first token, at its place in the order.
+
+        Its tokens so far are forced. Results in flight are ignored.
+        """
+        entry = self.entries[request_id]
+        self._finish(entry)
+        entry.request.restart()
+        self._enqueue(Entry(entry.request, self._cache_seq(entry.request), entry.key))
+
+    def _cache_seq(self, request: Request) -> CacheSeq:
+        """Return a new cache record of a request."""
         # Prompt log-probabilities need every position computed, so no prefix is reused.
         reuse = request.params.prompt_logprobs is None
         root = self.cache_root(request)
-        seq = CacheSeq(request.prompt_token_ids, request.output_token_ids, root, reuse)
-        entry = Entry(request, seq, (rank, self.arrivals))
-        self.queue.push(entry)
-        self.entries[request.id] = entry
+        return CacheSeq(request.prompt_token_ids, request.output_token_ids, root, reuse)
 
     def cache_root(self, request: Request) -> bytes:
         """Return the root of a request's page keys."""
@@ -266,6 +288,7 @@ class Scheduler:
         self.dropped = []
         self.answers = []
         rows: dict[int, Entry] = {}
+        self._isolate_suspect()
         self._preempt_forced(plan)
         self._reserve(plan)
         self._serve_queue(plan)
@@ -317,7 +340,7 @@ class Scheduler:
                 result = results.rows[row]
                 # All of the window's tokens were counted as in flight; _give() takes one.
                 entry.in_flight -= len(result.tokens) - 1
-                entry.request.metrics.num_steps += 1
+                entry.request.metrics.num_steps += not entry.request.is_replaying
                 touched.append(self._give(entry, result))
         for chunk in schedule.prompt:
             if chunk.row in alive:
@@ -351,6 +374,8 @@ class Scheduler:
         num_forced = max(len(request.forced_token_ids) - first, 0)
         forced: list[TokenSource] = ["forced"] * num_forced
         request.token_sources += (forced + result.sources[num_forced:])[:taken]
+        if len(request.output_token_ids) > request.num_resumed:
+            request.failures = 0
         self.cache.commit(entry.seq, request.num_tokens - 1)
         if request.finish_reason is not None:
             self._finish(entry)
@@ -382,12 +407,24 @@ class Scheduler:
     def _finish(self, entry: Entry) -> None:
         del self.entries[entry.request.id]
         self.forced.discard(entry.request.id)
+        if entry in self.suspects:
+            self.suspects.remove(entry)
         if self.preempted.pop(entry.request.id, None) is not None:
             self.dropped.append(entry.request.id)
         if entry.row:
             self._leave_row(entry)
         else:
             self.queue.remove(entry)
+
+    def _isolate_suspect(self) -> None:
+        """Free the rows of all requests but the first suspect, which runs alone until it has a new
+        token."""
+        while self.suspects and not self.suspects[0].request.is_suspect:
+            self.suspects.pop(0)
+        if self.suspects:
+            for entry in list(self.running):
+                if entry is not self.suspects[0]:
+                    self.restart(entry.request.id)
 
     def _preempt(self, plan: Schedule, entry: Entry) -> None:
         """Move a row to host memory: only the pages that hold committed tokens."""
@@ -432,6 +469,10 @@ class Scheduler:
 
         The cost depends on the rows that run and start, never on the number of waiting requests.
         """
+        if self.suspects:
+            if not self.suspects[0].row:
+                self._start(plan, self.suspects[0])
+            return
         overdue = sum(e.in_prompt and e.last_chunk_tick < self.ticks - 1 for e in self.running)
         fresh = self.budget // self.grain - overdue
         passed_over: list[Entry] = []
@@ -463,7 +504,7 @@ class Scheduler:
         return True
 
     def _start(self, plan: Schedule, entry: Entry) -> bool:
-        """Give the head a row, pages and a slot; one page per running row stays spare."""
+        """Give a waiting request a row, pages and a slot; one page per running row stays spare."""
         if not self.free_rows:
             return False
         seq = entry.seq
@@ -479,7 +520,8 @@ class Scheduler:
             cached = self.cache.admit(seq, need, spare)
             if cached is None:
                 return False
-            request.metrics.num_cached_tokens = cached
+            if not request.num_resumed:
+                request.metrics.num_cached_tokens = cached
             entry.max_committed = cached
         self.queue.remove(entry)
         entry.row = self.free_rows.pop()

@@ -739,11 +739,15 @@ class Processor:
         """Return a new grammar that keeps a budget."""
         grammars = self._compiler(BUDGET)
         tools = [{"type": "function", "function": {"name": name}} for name in recipe.tool_names]
-        parser = self.reply_parser(recipe.prompt_end, tools)
-        text = Detokenizer(grammars.tokenizer, shown=self.marker_ids(tools))
-        thought = ReasoningProgress(parser, text, self._closing_tag, recipe.budget)
+        shown = self.marker_ids(tools)
+
+        def make_progress() -> ReasoningProgress:
+            parser = self.reply_parser(recipe.prompt_end, tools)
+            text = Detokenizer(grammars.tokenizer, shown=shown)
+            return ReasoningProgress(parser, text, self._closing_tag, recipe.budget)
+
         form = None if recipe.form is None else grammars.grammar(recipe.form)
-        return ThinkingBudget(recipe, thought, grammars, form)
+        return ThinkingBudget(recipe, make_progress, grammars, form)
 
     def grammar_of(self, recipe: GrammarRecipe | BudgetRecipe) -> Grammar:
         """Return a new, compiled grammar from a recipe of this model's processor."""

@@ -1,4 +1,5 @@
-"""A failed step ends only its requests; an engine that cannot continue stops with the reason."""
+"""Requests go on after a failed step; one that fails every step ends alone; an engine that cannot
+continue stops with the reason."""
 
 import asyncio
 import logging
@@ -13,9 +14,9 @@ from lockstep.engine.async_engine import AsyncEngine
 from lockstep.engine.engine import MAX_FAILURES, Engine
 from lockstep.engine.thread_transport import ThreadTransport
 from lockstep.engine.token_update import TokenUpdate
-from lockstep.errors import EngineDeadError
+from lockstep.errors import ComputeError, EngineDeadError
 from lockstep.sampling_params import SamplingParams
-from lockstep.scheduling.request import Request
+from lockstep.scheduling.request import MAX_REQUEST_FAILURES, Request
 from lockstep.worker.executor import worker_of
 from tests.bundled_model import make_engine
 from tests.tiny_model import TWO_LAYERS, make_model
@@ -73,9 +74,14 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(work, PATIENCE))
 
 
-def answer(client: AsyncEngine, name: str) -> list[int]:
+def tokens_of(updates: list[TokenUpdate]) -> list[int]:
+    """Return the tokens of all updates."""
+    return [token for update in updates for token in update.token_ids]
+
+
+def answer(client: AsyncEngine, name: str, max_tokens: int = 12) -> list[int]:
     """Return the tokens of one request that runs alone."""
-    return [token for update in run(read(client, make_request(name))) for token in update.token_ids]
+    return tokens_of(run(read(client, make_request(name, max_tokens))))
 
 
 def fail_once(inner: Callable[..., Any], when: Callable[[], bool]) -> Callable[..., Any]:
@@ -95,7 +101,7 @@ def fail_once(inner: Callable[..., Any], when: Callable[[], bool]) -> Callable[.
     ("owner", "name"),
     [("worker", "launch"), ("worker", "collect"), ("worker", "run_step"), ("scheduler", "update")],
 )
-def test_failed_step_ends_only_its_requests(
+def test_requests_go_on_after_a_failed_step(
     client: AsyncEngine,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -103,9 +109,9 @@ def test_failed_step_ends_only_its_requests(
     name: str,
 ) -> None:
     engine = client.transport.engine
-    expected = answer(client, "c")
-    before = engine.stats.requests_success_total["error"]
-    running = [make_request("a", 300), make_request("b", 300)]
+    expected = {name: answer(client, name, 12 if name == "c" else 80) for name in "abc"}
+    before = engine.drain_stats()
+    running = [make_request("a", 80), make_request("b", 80)]
 
     def both_run() -> bool:
         return all(r.output_token_ids for r in running)
@@ -121,23 +127,107 @@ def test_failed_step_ends_only_its_requests(
         return await asyncio.gather(*ending), waiting
 
     with caplog.at_level(logging.ERROR):
-        ended, waited = run(work())
-    for updates in ended:
-        last = updates[-1]
-        assert (last.finish_reason, last.token_ids) == ("error", [])
-        assert last.error is not None and "Send the request again" in last.error
-        assert SECRET not in last.error and all(u.error is None for u in updates[:-1])
-    assert [t for u in waited for t in u.token_ids] == expected
+        (first, second), waited = run(work())
+    for name, updates in {"a": first, "b": second, "c": waited}.items():
+        assert tokens_of(updates) == expected[name]
+        assert all(update.token_ids and update.error is None for update in updates)
+        sources = [source for update in updates for source in update.token_sources]
+        assert len(sources) == len(expected[name]) and "forced" not in sources
     assert waited[-1].metrics.num_cached_tokens == 0, "no prefix may be trusted after a failure"
     assert SECRET in caplog.text and "Traceback" in caplog.text
-    assert client.is_alive and answer(client, "c again") == expected
-    assert client.stats().requests_success_total["error"] == before + 2
+    assert client.is_alive and answer(client, "c again") == expected["c"]
+    after = client.stats()
+    assert after.resumed_total == before.resumed_total + 2
+    assert after.requests_success_total["error"] == before.requests_success_total["error"]
+    assert after.generation_tokens_total == before.generation_tokens_total + 80 + 80 + 12 + 12
+    assert after.prompt_tokens_total == before.prompt_tokens_total + 400
+    assert len(after.ttft_seconds) == 4, "a first token comes once"
     assert engine._failures == 0
 
 
-def test_failed_step_ends_preempted_requests(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_metrics_stay_after_a_failed_step(
+    client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = worker_of(client.transport.engine)
+    request = make_request("a", 40)
+    launch = fail_once(worker.launch, lambda: len(request.output_token_ids) >= 10)
+    monkeypatch.setattr(worker, "launch", launch)
+    updates = run(read(client, request))
+    assert request.num_resumed >= 10, "it went on from there"
+    metrics = [update.metrics for update in updates]
+    for name in ("arrival_time", "first_token_time", "scheduled_time", "num_cached_tokens"):
+        assert len({getattr(one, name) for one in metrics}) == 1
+    steps = [one.num_steps for one in metrics]
+    assert steps == sorted(steps)
+
+
+def test_request_that_fails_its_steps_ends_alone(
+    client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails every step that computes its tenth token. Both rows are suspects until one of them
+    has gone on alone."""
+    engine = client.transport.engine
+    expected = {name: answer(client, name, 60) for name in "bc"}
+    bad = make_request("a", 60)
+    launch = worker_of(engine).launch
+
+    def fail(schedule: Any, fill_masks: Any) -> Any:
+        entry = engine.scheduler.entries.get(bad.id)
+        if entry is not None and entry.row and entry.max_committed >= 110:
+            raise RuntimeError(SECRET)
+        return launch(schedule, fill_masks)
+
+    monkeypatch.setattr(worker_of(engine), "launch", fail)
+
+    async def work() -> list[Any]:
+        requests = [bad, make_request("b", 60), make_request("c", 60)]
+        return await asyncio.gather(
+            *(read(client, request) for request in requests), return_exceptions=True
+        )
+
+    error, *others = run(work())
+    assert isinstance(error, ComputeError) and SECRET not in str(error)
+    assert f"stopped {MAX_REQUEST_FAILURES} times while it ran request 'a'" in str(error)
+    assert [tokens_of(updates) for updates in others] == list(expected.values())
+    assert client.is_alive and engine._failures == 0
+
+
+def test_abort_of_a_suspect_frees_the_others(
+    client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = client.transport.engine
+    expected = answer(client, "b", 40)
+    requests = [make_request("a", 40), make_request("b", 40)]
+    failed: list[int] = []
+    launch = worker_of(engine).launch
+
+    def fail_twice(schedule: Any, fill_masks: Any) -> Any:
+        if len(failed) < 2 and engine.scheduler.num_running == 2:
+            failed.append(schedule.tick)
+            raise RuntimeError(SECRET)
+        if len(failed) == 2 and not requests[0].finish_reason:
+            assert engine.scheduler.num_running == 1, "the first suspect runs alone"
+            client.abort("a")
+        return launch(schedule, fill_masks)
+
+    monkeypatch.setattr(worker_of(engine), "launch", fail_twice)
+
+    async def work() -> list[list[TokenUpdate]]:
+        return await asyncio.gather(*(read(client, request) for request in requests))
+
+    aborted, other = run(work())
+    assert aborted[-1].finish_reason == "abort"
+    assert tokens_of(other) == expected and not engine.scheduler.suspects
+
+
+def test_preempted_requests_go_on_after_a_failed_step(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Five pages hold two prompts of two pages, but not both answers."""
     engine = make_tiny_engine(folder, num_gpu_blocks=6)
+    alone = [make_request("a", 60), make_request("b", 60)]
+    for request in alone:
+        engine.run([request], lambda _: None)
     requests = [make_request("a", 60), make_request("b", 60)]
     for request in requests:
         engine.add(request)
@@ -152,10 +242,12 @@ def test_failed_step_ends_preempted_requests(folder: str, monkeypatch: pytest.Mo
     with pytest.raises(RuntimeError):
         while engine.has_work():
             engine.step()
-    assert {r.id for r in engine.recover()} == {"a", "b"}
-    assert all(r.finish_reason == "error" for r in requests)
-    engine.step()  # tells the worker to drop the saved rows
-    assert not engine.has_work() and not worker_of(engine).saved
+    assert not engine.recover()
+    assert not engine.scheduler.preempted and engine.scheduler.num_waiting == 2
+    while engine.has_work():
+        engine.step()
+    assert [r.output_token_ids for r in requests] == [r.output_token_ids for r in alone]
+    assert not worker_of(engine).saved
     engine.scheduler.cache.check()
 
 
@@ -176,9 +268,12 @@ def death_reason(client: AsyncEngine, reasons: list[str]) -> str:
     assert (
         not client.is_alive and not client.transport._thread.is_alive() and client.stalled_for == 0
     )
-    assert errors and all(isinstance(error, EngineDeadError) for error in errors)
-    assert len(reasons) == 1 and SECRET not in str(errors[0])
-    assert str(errors[0]) == f"the engine has stopped: {reasons[0]}. Restart the server."
+    ended_alone = [error for error in errors if isinstance(error, ComputeError)]
+    assert len(ended_alone) <= MAX_FAILURES - MAX_REQUEST_FAILURES
+    dead = [error for error in errors if error not in ended_alone]
+    assert dead and all(isinstance(error, EngineDeadError) for error in dead)
+    assert len(reasons) == 1 and SECRET not in str(errors)
+    assert str(dead[0]) == f"the engine has stopped: {reasons[0]}. Restart the server."
     return reasons[0]
 
 

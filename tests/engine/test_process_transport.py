@@ -1,4 +1,5 @@
-"""An engine process that is killed, hangs, fails at its start, or is lost repeatedly."""
+"""An engine process that is killed, hangs, fails at its start, or is lost repeatedly: its requests
+go on in the next one."""
 
 import asyncio
 import os
@@ -9,33 +10,37 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import Pipe, get_context
 from typing import Any
 
 import pytest
 
 from lockstep.engine import process_transport
 from lockstep.engine.async_engine import (
-    ENGINE_RESTARTED,
     UPDATES_PER_ITERATION,
     AsyncEngine,
+    Loss,
     Receiver,
     Stream,
 )
 from lockstep.engine.engine_process import STEPS_NICENESS, lower_priority
 from lockstep.engine.messages import Updates
-from lockstep.engine.process_transport import MAX_RESTARTS, ProcessTransport
+from lockstep.engine.process_transport import (
+    MAX_RESTARTS,
+    ProcessTransport,
+    limit_receiving,
+)
 from lockstep.engine.stats import Stats
 from lockstep.engine.token_update import TokenUpdate
-from lockstep.errors import ConfigError, EngineDeadError, RequestError
+from lockstep.errors import ComputeError, ConfigError, EngineDeadError, RequestError
 from lockstep.outputs import Logprob, RequestMetrics
 from lockstep.sampling_params import SamplingParams
-from lockstep.scheduling.request import Request
+from lockstep.scheduling.request import MAX_REQUEST_FAILURES, Request
 from tests import engine_factories
 from tests.engine_factories import run, wait_until, wait_until_empty
 from tests.tiny_model import TWO_LAYERS, make_model
 
-LONG = 3000
+LONG = 300
 STEP_SECONDS = 5.0
 ROWS = 2
 LOWEST_PRIORITY = 19
@@ -94,76 +99,104 @@ async def lose_engine(
     """End the engine while all rows run and more requests wait; return every request's updates."""
     rows = [client.stream(make_request(f"{name} runs", LONG)) for name in "ab"]
     waiting = [client.stream(make_request(f"{name} waits")) for name in "cdef"]
-    for stream in rows:
-        await anext(aiter(stream))
+    begun = [[await anext(aiter(stream))] for stream in rows]
     client.abort("f waits")
     end(client.transport.pid)
-    result = await asyncio.gather(*map(read, rows + waiting))
+    rest = await asyncio.gather(*map(read, rows + waiting))
+    result = [a + b for a, b in zip(begun + [[]] * len(waiting), rest, strict=True)]
     return dict(zip("abcdef", result, strict=True))
 
 
-def assert_only_running_requests_are_lost(
-    actual: dict[str, list[TokenUpdate]], expected: dict[str, list[int]]
-) -> None:
-    """Assert that running requests end with an error, and that waiting ones are answered as
-    expected."""
-    for name in "ab":
-        last = actual[name][-1]
-        assert (last.finish_reason, last.error) == ("error", ENGINE_RESTARTED)
-    for name in "cde":
+def assert_answered(actual: dict[str, list[TokenUpdate]], expected: dict[str, list[int]]) -> None:
+    """Assert that all requests but the aborted one are answered as expected."""
+    for name in "abcde":
         assert tokens_of(actual[name]) == expected[name]
         assert actual[name][-1].finish_reason == "length"
+        assert all(update.error is None for update in actual[name])
     assert actual["f"][-1].finish_reason == "abort"
 
 
 def answers(client: AsyncEngine, names: str) -> dict[str, list[int]]:
-    """Return each request's answer without any failure."""
+    """Return each request's answer without any failure; those of a and b are long."""
 
     async def work() -> list[list[TokenUpdate]]:
-        return await asyncio.gather(
-            *(read(client.stream(make_request(f"{n} alone"))) for n in names)
-        )
+        lengths = {name: LONG if name in "ab" else 12 for name in names}
+        streams = [client.stream(make_request(f"{n} alone", lengths[n])) for n in names]
+        return await asyncio.gather(*map(read, streams))
 
     return dict(zip(names, map(tokens_of, run(work())), strict=True))
 
 
-def test_killed_engine_restarts_and_answers_waiting_requests(client: AsyncEngine) -> None:
-    expected = answers(client, "cde")
+def test_requests_go_on_after_the_engine_was_killed(client: AsyncEngine) -> None:
+    expected = answers(client, "abcde")
     before = wait_until_empty(client)
     pid = client.transport.pid
     actual = run(lose_engine(client, lambda pid: os.kill(pid, signal.SIGKILL)))
-    assert_only_running_requests_are_lost(actual, expected)
+    assert_answered(actual, expected)
+    for name in "ab":
+        metrics = [update.metrics for update in actual[name]]
+        for field in ("arrival_time", "first_token_time", "scheduled_time"):
+            assert len({getattr(one, field) for one in metrics}) == 1, "from the first life"
+        steps = [one.num_steps for one in metrics]
+        assert steps == sorted(steps)
     after = wait_until_empty(client)
     assert client.transport.pid != pid and client.is_alive and not client.restarting
     assert after.restarts_total == before.restarts_total + 1
-    assert after.requests_success_total["error"] == before.requests_success_total["error"] + 2
-    assert after.requests_success_total["length"] == before.requests_success_total["length"] + 3
-    of_lost = after.generation_tokens_total - before.generation_tokens_total - 36
-    assert 0 <= of_lost <= 2 * LONG, "what the lost requests had counts too"
+    assert after.resumed_total == before.resumed_total + ROWS
+    assert after.requests_success_total["error"] == before.requests_success_total["error"]
+    assert after.requests_success_total["length"] == before.requests_success_total["length"] + 5
+    counted = after.generation_tokens_total - before.generation_tokens_total
+    assert counted <= 36 + ROWS * LONG, "no token counts twice"
     assert after.steps_total > before.steps_total
 
 
 @pytest.mark.slow
 def test_stopped_engine_is_restarted(client: AsyncEngine) -> None:
-    expected = answers(client, "cde")
+    expected = answers(client, "abcde")
     begun = time.monotonic()
     actual = run(lose_engine(client, lambda pid: os.kill(pid, signal.SIGSTOP)))
-    assert_only_running_requests_are_lost(actual, expected)
+    assert_answered(actual, expected)
     assert time.monotonic() - begun > STEP_SECONDS
 
 
 @pytest.mark.slow
 def test_hanging_step_restarts_the_engine(client: AsyncEngine) -> None:
-    """Although the process sends heartbeats. The request that hung it is not retried."""
+    """Although the process sends heartbeats. The request that hangs it again and again ends."""
+    expected = answers(client, "ab")
 
-    async def work() -> list[TokenUpdate]:
-        return await read(client.stream(make_request("hang")))
+    async def work() -> list[list[TokenUpdate]]:
+        runs = client.stream(make_request("a runs", LONG))
+        await anext(aiter(runs))
+        hangs = client.stream(make_request("hang"))
+        waits = client.stream(make_request("b waits", LONG))
+        with pytest.raises(ComputeError, match="stopped 4 times while it ran request 'hang'"):
+            await read(hangs)
+        return await asyncio.gather(read(runs), read(waits))
 
     pid = client.transport.pid
-    (only,) = run(work())
-    assert only.error == ENGINE_RESTARTED and client.transport.pid != pid
-    assert len(client.transport._restart_times) == 2
-    assert len(answers(client, "c")["c"]) == 12
+    first, second = run(work())
+    assert client.transport.pid != pid
+    assert expected["a"][-len(tokens_of(first)) :] == tokens_of(first)
+    assert tokens_of(second) == expected["b"]
+
+
+def test_request_aborted_during_the_restart_does_not_come_back(client: AsyncEngine) -> None:
+    expected = answers(client, "b")["b"]
+
+    async def work() -> tuple[list[TokenUpdate], list[TokenUpdate]]:
+        gone, other = (client.stream(make_request(f"{name} runs", LONG)) for name in "ab")
+        for stream in (gone, other):
+            await anext(aiter(stream))
+        os.kill(client.transport.pid, signal.SIGKILL)
+        while not client.restarting:
+            await asyncio.sleep(0.001)
+        client.abort("a runs")
+        return await read(gone), await read(other)
+
+    gone, other = run(work())
+    assert gone[-1].finish_reason == "abort" and len(tokens_of(gone)) < LONG
+    assert tokens_of(other) == expected[-len(tokens_of(other)) :]
+    wait_until_empty(client)
 
 
 def test_cpu_engine_runs_at_lower_priority(client: AsyncEngine) -> None:
@@ -199,18 +232,23 @@ def test_too_many_restarts_end_the_client(settings: dict[str, Any], forked_proce
     received: list[str] = []
     client = AsyncEngine(ProcessTransport(partial(engine_factories.faulty, settings), STEP_SECONDS))
     client.on_end = received.append
+    nothing = Loss(0, 0, 0)
     client.transport._restart_times.extend([time.monotonic()] * (MAX_RESTARTS - 1))
-    assert client.transport._may_restart(), "this one is the last"
+    assert client.transport._may_restart(nothing), "this one is the last"
+    assert not client.transport._may_restart(nothing)
     client.start()
 
     async def work() -> None:
         with pytest.raises(EngineDeadError, match="the device is gone.*Restart the server"):
             await read(client.stream(make_request("die")))
 
-    run(work())
-    wait_until(lambda: bool(received))
-    assert received == ["the device is gone"] and not client.is_alive and not client.restarting
-    client.shutdown()
+    try:
+        run(work())
+        wait_until(lambda: bool(received))
+        assert received == ["the device is gone"]
+        assert not client.is_alive and not client.restarting
+    finally:
+        client.shutdown()
 
 
 @pytest.mark.default_cases("make0")
@@ -248,6 +286,8 @@ class FakeTransport:
 
     def __init__(self) -> None:
         self.sent: list[str] = []
+        self.requests: list[Request] = []
+        self.first: dict[str, Request] = {}
         self.receiver: Receiver
 
     def start(self, receiver: Receiver) -> None:
@@ -258,6 +298,8 @@ class FakeTransport:
 
     def submit(self, requests: Sequence[Request]) -> None:
         self.sent.extend(request.id for request in requests)
+        self.requests.extend(requests)
+        self.first = {request.id: request for request in requests} | self.first
 
     def abort(self, request_id: str) -> None:
         self.sent.append(f"abort {request_id}")
@@ -268,35 +310,102 @@ class FakeTransport:
     def stats(self) -> Stats:
         return Stats()
 
-    def lose_engine(self) -> int:
-        return self.receiver.lost(self.sent.clear)
+    def lose_engine(self) -> Loss:
+        def forget() -> None:
+            self.sent.clear()
+            self.requests.clear()
+
+        return self.receiver.lost(forget)
 
 
-def test_request_is_requeued_once() -> None:
+def one_token(token: int, steps: int = 1) -> TokenUpdate:
+    """Return an update of one token."""
+    return TokenUpdate([token], None, None, None, RequestMetrics(num_steps=steps))
+
+
+def test_lost_requests_are_submitted_with_what_the_client_has() -> None:
     transport = FakeTransport()
     client = AsyncEngine(transport)
     client.start()
 
     async def work() -> None:
-        streams = {
-            name: client.stream(make_request(name)) for name in ("begun", "waits", "gone", "late")
-        }
-        one = TokenUpdate([1], None, None, None, RequestMetrics(num_steps=3))
-        transport.receiver.deliver([("begun", one), ("nobody", one)])
+        names = ("begun", "waits", "gone", "late")
+        streams = {name: client.stream(make_request(name)) for name in names}
+        transport.receiver.deliver([("begun", one_token(1, 3)), ("nobody", one_token(1))])
         client.abort("gone")
-        assert transport.sent == ["begun", "waits", "gone", "late", "abort gone"]
-        assert transport.lose_engine() == 1
-        assert transport.sent == ["waits", "late"], "in their order, and what was aborted not"
-        begun = await read(streams["begun"])
-        assert [u.finish_reason for u in begun] == [None, "error"]
-        assert begun[-1].metrics.num_steps == 3
+        assert transport.sent == [*names, "abort gone"]
+        assert transport.lose_engine() == Loss(num_resumed=1, num_ended=0, num_open=3)
+        assert transport.sent == ["begun", "waits", "late"], "in their order"
+        begun, waits, _ = transport.requests
+        assert (begun.params.forced_token_ids, begun.num_resumed) == ([1], 1)
+        assert (begun.seed, begun.metrics.num_steps, begun.failures) == (7, 3, 1)
+        assert begun.metrics is not transport.first["begun"].metrics
+        assert waits.params.forced_token_ids is None and waits.failures == 0
+        transport.receiver.deliver([("begun", one_token(2, 4))])
         client.stream(make_request("new"))
-        assert transport.lose_engine() == 2
-        assert transport.sent == ["new"]
-        assert (await read(streams["waits"]))[-1].error == ENGINE_RESTARTED
+        transport.lose_engine()
+        assert transport.sent == ["begun", "waits", "late", "new"]
+        begun = transport.requests[0]
+        assert begun.params.forced_token_ids == [1, 2]
+        assert begun.failures == 1, "it had a new token"
+        last = TokenUpdate([3], None, "length", None, RequestMetrics(num_steps=5))
+        transport.receiver.deliver([("begun", last)])
+        assert tokens_of(await read(streams["begun"])) == [1, 2, 3]
+        assert transport.lose_engine().num_open == 3, "what has ended is not submitted again"
 
     run(work())
     client.shutdown()
+
+
+def test_request_ends_with_the_last_engine_that_it_fails() -> None:
+    transport = FakeTransport()
+    client = AsyncEngine(transport)
+    client.start()
+
+    async def work() -> None:
+        streams = {name: client.stream(make_request(name)) for name in ("bad", "waits")}
+        transport.receiver.deliver([("bad", one_token(1))])
+        for failures in range(1, MAX_REQUEST_FAILURES):
+            assert transport.lose_engine() == Loss(1, 0, 2)
+            assert transport.requests[0].failures == failures
+            transport.receiver.begun(["bad", "nobody"])
+        assert transport.requests[0].is_suspect and not transport.requests[1].is_suspect
+        assert transport.lose_engine() == Loss(0, 1, 1)
+        assert transport.sent == ["waits"]
+        with pytest.raises(ComputeError, match="stopped 4 times while it ran request 'bad'"):
+            await read(streams["bad"])
+        for _ in range(MAX_REQUEST_FAILURES):
+            assert transport.lose_engine() == Loss(0, 0, 1), "no engine worked on it"
+
+    run(work())
+    client.shutdown()
+
+
+def test_engine_that_serves_is_restarted_without_limit(
+    client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that is lost without an update, or while it has nothing to do, counts."""
+    transport = client.transport
+    serving, idle, explained = Loss(1, 0, 1), Loss(0, 0, 0), Loss(0, 1, 1)
+    monkeypatch.setattr(transport, "_has_served", True)
+    assert all(transport._may_restart(serving) for _ in range(2 * MAX_RESTARTS))
+    assert [transport._may_restart(idle) for _ in range(4)] == [True, True, True, False]
+    assert transport._may_restart(serving) and transport._may_restart(idle)
+    transport._has_served = False
+    assert [transport._may_restart(serving) for _ in range(3)] == [True, True, False]
+    assert transport._may_restart(explained) and not transport._may_restart(serving)
+
+
+def test_partial_message_ends_the_reports() -> None:
+    """As of a process that was stopped while it wrote."""
+    mine, other = Pipe()
+    with mine, other:
+        limit_receiving(mine, 0.1)
+        other.send("whole")
+        assert mine.recv() == "whole"
+        os.write(other.fileno(), b"\0\0")
+        with pytest.raises(OSError):
+            mine.recv()
 
 
 def test_updates_are_delivered_over_several_loop_iterations() -> None:
@@ -421,6 +530,9 @@ def test_requests_survive_pickling() -> None:
     request.cache_salt = "salt"
     request.speculate = False
     request.priority = 3
+    request.num_resumed = 4
+    request.failures = 1
+    request.metrics.num_steps = 2
     request.eos_token_ids = frozenset({5})
     message = pickle.loads(pickle.dumps(Submit.of([request, make_request("b")])))
     first, second = (plain.request() for plain in message.requests)

@@ -47,6 +47,7 @@ OF_PACKED = "tests/kernels/test_quantized_weights.py"
 OF_KV = "tests/kernels/test_kv.py"
 OF_KV_LATENTS = "tests/kernels/test_kv_latents.py"
 OF_LATENTS = "tests/kernels/test_latent_attention.py"
+OF_PROCESSES = "tests/engine/test_process_transport.py"
 OF_NODES = "tests/worker/test_nodes.py"
 OF_DEEPSEEK = "tests/models/test_deepseek_v3.py"
 OF_TURBOQUANT = "tests/kernels/test_turboquant.py"
@@ -1579,6 +1580,33 @@ FAULTS = (
         "$is_plain and $item.__module__ == $module",
         "$item is not None",
         f"{OF_NODES}::test_messages_reach_nothing_that_a_module_imports",
+    ),
+    Fault(
+        "a restarted request keeps the state of its grammar", "worker", "scheduling.request",
+        "Request.restart",
+        "self.grammar = self.grammar.fresh()",
+        "pass",
+        "tests/engine/test_resumed_answers.py",
+    ),
+    Fault(
+        "tokens that the client has are sent again", "worker", "engine.engine_loop",
+        "EngineLoop._add",
+        "self._sent[$request.id] = $request.num_resumed",
+        "self._sent[$request.id] = 0",
+        f"{OF_PROCESSES}::test_requests_go_on_after_the_engine_was_killed",
+    ),
+    Fault(
+        "suspects run with other requests", "worker", SCHEDULER, "Scheduler._isolate_suspect",
+        "$entry is not self.suspects[0]",
+        "False",
+        "tests/scheduling/test_restart.py::test_suspects_run_alone_until_they_have_a_new_token",
+    ),
+    Fault(
+        "a request with new tokens keeps its failures", "worker", "engine.received_answer",
+        "ReceivedAnswer.add",
+        "self.failures = 0",
+        "pass",
+        f"{OF_PROCESSES}::test_lost_requests_are_submitted_with_what_the_client_has",
     ),
 )  # fmt: skip
 

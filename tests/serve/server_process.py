@@ -19,23 +19,25 @@ COMMAND = [sys.executable, "-m", "lockstep", "serve"]
 
 @contextlib.contextmanager
 def served(
-    path: Path, *options: str, code: str | None = None
+    path: Path, *options: str, code: str | None = None, log: Path | None = None
 ) -> Iterator[tuple[subprocess.Popen[str] | ForkedProgram, httpx.Client]]:
     """Yield (the process, a client of it) once it answers, in its own process group; end it
     afterwards.
 
     path: of the socket; options: of the command; code: Python code to run instead of `-m lockstep`,
-    in a forked process.
+    in a forked process unless there is a log. log: file for stderr, for tests whose output would
+    fill the pipe of `running.stderr`.
     """
     options = ("--uds", str(path), *options)
     running: subprocess.Popen[str] | ForkedProgram
-    if code:
+    if code and log is None:
         running = ForkedProgram(code, [*COMMAND[3:], *options])
     else:
-        pipe = subprocess.PIPE
-        running = subprocess.Popen(
-            [*COMMAND, *options], stderr=pipe, text=True, start_new_session=True
-        )
+        command = [sys.executable, "-c", code, *COMMAND[3:]] if code else COMMAND
+        with contextlib.nullcontext(subprocess.PIPE) if log is None else log.open("w") as stderr:
+            running = subprocess.Popen(
+                [*command, *options], stderr=stderr, text=True, start_new_session=True
+            )
     transport = httpx.HTTPTransport(uds=str(path))
     client = httpx.Client(transport=transport, base_url="http://localhost", timeout=PATIENCE)
     try:

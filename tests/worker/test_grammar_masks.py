@@ -52,6 +52,9 @@ class HistoryGrammar:
     def accept(self, tokens: Sequence[int]) -> None:
         self.accepted_tokens += tokens
 
+    def fresh(self) -> "HistoryGrammar":
+        return type(self)(self.seed, self.words * 32, self.fails_at, self.free_at)
+
     @staticmethod
     def fill(expected: Sequence[Wanted], memory: memoryview) -> None:
         for one in expected:

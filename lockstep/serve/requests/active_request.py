@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from lockstep.engine.async_engine import ENGINE_RESTARTED, Update
-from lockstep.engine.engine import STEP_FAILED
+from lockstep.engine.async_engine import Update
 from lockstep.engine.token_update import TokenUpdate
 from lockstep.errors import ComputeError
 from lockstep.outputs import ForcedMismatch, Logprob, RequestMetrics, TokenSource
@@ -289,12 +288,11 @@ class ActiveRequest:
     def _queue_delta(self, index: int, update: Update) -> None:
         """Queue the delta of an update. Raises the error that ended the completion."""
         if isinstance(update, Exception):
+            if isinstance(update, ComputeError):
+                log.error("request %s failed: %s", self.requests[index].id, update)
             raise update
         self._metrics[index] = update.metrics
         if update.error is not None:
-            if update.error in (STEP_FAILED, ENGINE_RESTARTED):
-                log.error("request %s failed: %s", self.requests[index].id, update.error)
-                raise ComputeError(update.error)
             # A fault of one row, such as NaN: the completion ends, the others continue.
             self._faults.append(update.error)
         scored = self._scored_prompts[index]

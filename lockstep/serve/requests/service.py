@@ -111,7 +111,7 @@ class Service:
         if not self.client.is_alive:
             return "the engine has stopped. Restart the server."
         if self.client.restarting:
-            return "the engine is restarting. Ask again later."
+            return "the engine is restarting. Requests wait for it."
         stalled = self.client.stalled_for
         if stalled > self.limits.max_step_seconds:
             return (
@@ -142,13 +142,14 @@ class Service:
         the event loop is faster than waiting for a thread.
 
         Raises RequestError, BusyError where the queue is full, EngineDeadError while the engine
-        cannot serve.
+        cannot serve. While it is restarted, requests wait.
         """
         start_time = asyncio.get_running_loop().time()
         num_prompts = body.num_prompts
         self.check_model(body.model)
         fault = self.fault
-        if fault is not None:
+        # During a restart requests wait for the engine, as those do that it worked on.
+        if fault is not None and not self.client.restarting:
             raise EngineDeadError(fault)
         self._check_queue(num_prompts, body.n or 1)
         if is_small and num_prompts * (body.n or 1) == 1 and not body.needs_grammar:

@@ -27,6 +27,10 @@ _COUNTERS = {
         "engine_restarts",
         "Engine processes that ended unexpectedly and were restarted.",
     ),
+    "resumed_total": (
+        "requests_resumed",
+        "Requests that went on after the engine failed while it ran them.",
+    ),
     "prefix_hits_total": ("prefix_cache_hits", "Prompt tokens that were prefix cache hits."),
     "prefix_queries_total": (
         "prefix_cache_queries",

@@ -400,6 +400,10 @@ class Matcher:
                 self._advance()
                 self._state = self._read(self._state, token)
 
+    def fresh(self) -> "Matcher":
+        """See Grammar. The new grammar is compiled at first use."""
+        return Matcher(self.recipe, self._first, self._compile_grammar, self._compiler)
+
     def begin(self, drafts: Sequence[int], first: int, masks: Masks) -> list[Job]:
         """Write the masks that are known, beginning at index `first`; return jobs for the others.
 
@@ -516,6 +520,10 @@ class AfterReasoning:
             else:
                 self._inner.accept([token])
 
+    def fresh(self) -> "AfterReasoning":
+        """See Grammar."""
+        return AfterReasoning(self._inner.fresh(), self._end, self._begin)
+
     def begin(self, drafts: Sequence[int], first: int, masks: Masks) -> list[Job]:
         """See Matcher."""
         if self._reasons:
@@ -546,6 +554,10 @@ class Compiled(Grammar, Protocol):
 
     def prepare(self) -> object:
         """Compile the grammar if it is not compiled yet."""
+        ...
+
+    def fresh(self) -> "Compiled":
+        """See Grammar."""
         ...
 
     def begin(self, drafts: Sequence[int], first: int, masks: Masks) -> list[Job]:

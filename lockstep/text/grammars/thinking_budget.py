@@ -6,7 +6,7 @@ allowed. The masks depend on the answer's tokens alone, as those of all grammars
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lockstep.errors import RequestError
@@ -122,21 +122,23 @@ class ReasoningProgress:
 class ThinkingBudget:
     """Bound of an answer's reasoning (implements lockstep.scheduling.grammar.Grammar).
 
-    form: grammar of the content after the reasoning; None if the content is free.
+    make_progress: returns the progress of an answer without tokens. form: grammar of the content
+    after the reasoning; None if the content is free.
     """
 
     def __init__(
         self,
         recipe: BudgetRecipe,
-        progress: ReasoningProgress,
+        make_progress: Callable[[], ReasoningProgress],
         compiler: Compiler,
         form: Compiled | None = None,
     ) -> None:
         self.accepted = 0
         self.recipe = recipe
         self.fill = compiler.fill
-        self._progress = progress
-        self._tokenizer = compiler.tokenizer
+        self._make_progress = make_progress
+        self._progress = make_progress()
+        self._compiler = compiler
         self._form = form
 
     @property
@@ -153,6 +155,11 @@ class ThinkingBudget:
         """Compile the content's grammar if it is not compiled yet."""
         if self._form is not None:
             self._form.prepare()
+
+    def fresh(self) -> "ThinkingBudget":
+        """See Grammar."""
+        form = None if self._form is None else self._form.fresh()
+        return ThinkingBudget(self.recipe, self._make_progress, self._compiler, form)
 
     @property
     def fault(self) -> str | None:
@@ -187,7 +194,7 @@ class ThinkingBudget:
         progress = self._progress
         if progress.ended or progress.remaining > len(drafts):
             return
-        progress = progress.fork(self._tokenizer)
+        progress = progress.fork(self._compiler.tokenizer)
         for index in range(len(drafts) + 1):
             token = progress.only_token
             if token is not None:

@@ -436,6 +436,9 @@ def test_recipe_recreates_the_grammar(compiler: Compiler, reasons: bool) -> None
     again = other.grammar(pickle.loads(pickle.dumps(first.recipe)))
     assert again.accepted == 0 and masks_of(again) == masks
     assert again.recipe == first.recipe and type(again) is type(first)
+    fresh = first.fresh()
+    assert fresh.accepted == 0 and masks_of(fresh) == masks
+    assert first.accepted == 1, "the first one keeps its tokens"
 
 
 def test_rolled_back_draft_leaves_no_trace(compiler: Compiler) -> None:

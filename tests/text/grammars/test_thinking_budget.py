@@ -76,6 +76,9 @@ def test_closing_tag_is_forced_once_the_budget_is_used_up(model: Processor) -> N
         assert model.tokenizer.decode(tag, skip_special_tokens=False) == "</think>"
         assert forced_tokens(masks_of(grammar, thought)) == [None] * (len(thought) + 1)
         assert grammar.accepted == budget + len(tag) and grammar.fault is None
+        fresh = grammar.fresh()
+        assert fresh.accepted == 0
+        assert closing_tokens(model, fresh, thought[:budget]) == tag
 
 
 @pytest.mark.default_cases("one token")
@@ -195,9 +198,10 @@ def test_budget_composes_with_structured_outputs(processor: Processor) -> None:
         assert not grammar.is_free
         assert masks_of(grammar, content) == masks_of(plain, content)
     again = processor.grammar_of(pickle.loads(pickle.dumps(grammar.recipe)))
-    assert masks_of(again, [end, *content]) == masks_of(
-        budget_grammar(processor, 2, structured_outputs=form), [end, *content]
-    )
+    for restarted in (again, grammar.fresh()):
+        assert masks_of(restarted, [end, *content]) == masks_of(
+            budget_grammar(processor, 2, structured_outputs=form), [end, *content]
+        )
     raw = SamplingParams(structured_outputs=form, thinking_token_budget=0)
     bound = processor.requests("r", "fox", raw)[0].grammar
     assert masks_of(bound, content) == masks_of(plain, content), "there is no thought"
