@@ -607,7 +607,8 @@ FAULTS = (
         "$plan.grants.append(PageGrant($entry.row, $column - 1, $entry.seq.pages[$column:]))",
     ),
     Fault(
-        "prompt log-probabilities skip cached tokens", "scheduler", SCHEDULER, "Scheduler.add",
+        "prompt log-probabilities skip cached tokens", "scheduler", SCHEDULER,
+        "Scheduler._cache_seq",
         "$reuse = $request.params.prompt_logprobs is None",
         "$reuse = True",
     ),
@@ -1586,7 +1587,7 @@ FAULTS = (
         "Request.restart",
         "self.grammar = self.grammar.fresh()",
         "pass",
-        "tests/engine/test_resumed_answers.py",
+        "tests/engine/test_resumed_answers.py::test_answers_do_not_change_while_steps_raise",
     ),
     Fault(
         "tokens that the client has are sent again", "worker", "engine.engine_loop",
