@@ -72,8 +72,8 @@ class Entry:
         it; 0 where a decode step continues the answer.
         """
         # Exact: until all forced tokens are committed, no step has an unknown number of tokens.
-        left = self.request.forced_end - self.max_committed
-        return 0 if self.in_prompt or left < 2 else min(left, FORCED_WINDOWS[-1])
+        remaining = self.request.forced_end - self.max_committed
+        return 0 if self.in_prompt or remaining < 2 else min(remaining, FORCED_WINDOWS[-1])
 
     @property
     def will_finish(self) -> bool:
@@ -203,11 +203,11 @@ class Scheduler:
                 "Shorten the prompt or give the cache more pages."
             )
         if request.forced_end > min(self.max_model_len, capacity):
-            left = min(self.max_model_len, capacity) - length
+            max_forced = min(self.max_model_len, capacity) - length
             raise RequestError(
                 f"forced_token_ids has {len(request.forced_token_ids)} tokens; allowed: at most "
-                f"{left}, what max_model_len and the cache leave after {length} prompt tokens. "
-                "Force fewer tokens or raise max_model_len.",
+                f"{max_forced}, what max_model_len and the cache leave after {length} prompt "
+                "tokens. Force fewer tokens or raise max_model_len.",
                 "forced_token_ids",
             )
 

@@ -56,6 +56,7 @@ OF_HALF_STATE = "tests/regressions/test_f2_state_in_16_bits.py"
 MAMBA = "kernels.mamba2.cpu"
 OF_MAMBA = "tests/regressions/test_f2_f4_mamba2.py"
 OF_COMMITTED = "tests/kernels/test_committed.py"
+OF_FORCED = "tests/engine/test_forced.py"
 OF_NEMOTRON = "tests/models/test_nemotron_h.py"
 EAGLE3 = "models.eagle3"
 OF_EAGLE3 = "tests/spec/test_eagle3.py::test_drafts_equal_the_paper"
@@ -307,9 +308,9 @@ FAULTS = (
     Fault(
         "token counts not moved at preemption",
         "worker", "worker.row_table", "RowTable.row_tensors",
-        "return $values + [self.draft_limit] + self.sampling.tensors() + $adapters",
-        "return $values + [self.draft_limit] + [t for t in self.sampling.tensors() if t is not "
-        "self.sampling.counts] + $adapters",
+        "$values += self.sampling.tensors() + self.adapters.tensors()",
+        "$values += [t for t in self.sampling.tensors() if t is not self.sampling.counts] + "
+        "self.adapters.tensors()",
     ),
     Fault(
         "convolution inputs not moved at preemption", "worker", TRANSFERS, "Transfers.back",
@@ -606,7 +607,8 @@ FAULTS = (
         "$plan.grants.append(PageGrant($entry.row, $column - 1, $entry.seq.pages[$column:]))",
     ),
     Fault(
-        "prompt log-probabilities skip cached tokens", "scheduler", SCHEDULER, "Scheduler.add",
+        "prompt log-probabilities skip cached tokens", "scheduler", SCHEDULER,
+        "Scheduler._cache_seq",
         "$reuse = $request.params.prompt_logprobs is None",
         "$reuse = True",
     ),
@@ -1146,6 +1148,101 @@ FAULTS = (
         "return ($first + $t) % ($history_len - 1)",
         f"{OF_COMMITTED}::test_window_equals_single_tokens",
     ),
+    # Forced tokens.
+    Fault(
+        "the target's token kept where another is forced", "table", METADATA, "advance_rows",
+        "$emits & ($first[:, None] + $order < $table.forced_end[$row_ids][:, None])",
+        "$emits & ($first[:, None] + $order < 0 * $table.forced_end[$row_ids][:, None])",
+        f"{OF_FORCED}::test_other_token_is_an_error_or_reported",
+    ),
+    Fault(
+        "a forced window one token too long", "table", METADATA, "prepare_step",
+        "$committed = ($table.forced_end[$row_ids] - $starts).clamp(1, $query_len)",
+        "$committed = ($table.forced_end[$row_ids] - $starts + 1).clamp(1, $query_len)",
+    ),
+    Fault(
+        "a forced token is no draft", "table", METADATA, "_drafts",
+        "$order < $committed[:, None] - 1",
+        "$order < $committed[:, None] - 2",
+    ),
+    Fault(
+        "drafts after the forced tokens of a window", "table", METADATA, "_drafts",
+        "$limit = torch.where($committed > 1, 0, $table.draft_limit[$row_ids])",
+        "$limit = $table.draft_limit[$row_ids]",
+        "tests/worker/test_row_table.py::test_row_table_random_walk",
+    ),
+    Fault(
+        "folded of a forced window one token early", "table", METADATA, "advance_rows",
+        "next_folded($computed, $table.folded[$row_ids], 1, $state_grid)",
+        "next_folded($computed - 1, $table.folded[$row_ids], 1, $state_grid)",
+    ),
+    Fault(
+        "a mismatch reported one position late", "table", METADATA, "advance_rows",
+        "$mismatch = [torch.where($index < $width, $index, -1), $chosen]",
+        "$mismatch = [torch.where($index < $width, ($index + 1).clamp_max($width - 1), -1), "
+        "$chosen]",
+        f"{OF_FORCED}::test_other_token_is_an_error_or_reported",
+    ),
+    Fault(
+        "end of the forced tokens not moved at preemption", "worker", "worker.row_table",
+        "RowTable.row_tensors",
+        "$values = [self.tokens, self.prompt_len, self.forced_end, self.computed, self.folded]",
+        "$values = [self.tokens, self.prompt_len, self.computed, self.folded]",
+        "tests/worker/test_row_table.py::test_restored_row_equals_saved_row",
+    ),
+    Fault(
+        "the last forced token is not written to its row", "worker", ROWS, "write_row",
+        "$known = torch.cat([$prompt, $forced])",
+        "$known = torch.cat([$prompt, $forced[:-1]])",
+        "tests/worker/test_row_table.py::test_row_table_random_walk",
+    ),
+    Fault(
+        "a row decodes while it has forced tokens", "scheduler", SCHEDULER, "Scheduler.schedule",
+        "if not ($entry.in_prompt or $entry.num_forced or $entry.will_finish):\n"
+        "    ...",
+        "if not ($entry.in_prompt or $entry.will_finish):\n"
+        "    ...",
+    ),
+    Fault(
+        "a forced window counted as one token", "scheduler", SCHEDULER, "Scheduler._plan_forced",
+        "$entry.max_committed += $count",
+        "$entry.max_committed += 1",
+    ),
+    Fault(
+        "tokens of a forced window stay in flight", "scheduler", SCHEDULER, "Scheduler.update",
+        "$entry.in_flight -= len($result.tokens) - 1",
+        "$entry.in_flight -= 0",
+    ),
+    Fault(
+        "no pages for a forced window", "scheduler", SCHEDULER, "Entry.need",
+        "$reach += self.num_forced",
+        "$reach += 0",
+    ),
+    Fault(
+        "forced windows take more than their budget", "scheduler", SCHEDULER,
+        "Scheduler._plan_forced",
+        "if $window * (len($chosen) + 1) > self.forced_budget:\n"
+        "    ...",
+        "if $window * len($chosen) > self.forced_budget:\n"
+        "    ...",
+        "tests/scheduling/test_scheduler.py::test_forced_tokens_take_windows_within_the_budget",
+    ),
+    Fault(
+        "a grammar sees the drafter's drafts instead of forced tokens", "worker", GRAMMAR_MASKS,
+        "GrammarMasks._gather_unseen",
+        "$drafts = torch.where($forced_end > $computed + 1, $forced, $drafts)",
+        "$drafts = $drafts",
+        f"{OF_FORCED}::test_forced_prefix_changes_no_answer",
+    ),
+    Fault(
+        "an error for a mismatch that should be reported", "request", "scheduling.request",
+        "Request._ends_by_mismatch",
+        'if $mismatch is None or self.params.forced_mismatch == "report":\n'
+        "    ...",
+        "if $mismatch is None:\n"
+        "    ...",
+        f"{OF_FORCED}::test_other_token_is_an_error_or_reported",
+    ),
     # Mamba-2 and Nemotron-H: the bundled model has neither.
     Fault(
         "a window of Mamba-2 keeps x where it should keep dt x", "mixer", MAMBA, "mamba2_step_cpu",
@@ -1490,7 +1587,7 @@ FAULTS = (
         "Request.restart",
         "self.grammar = self.grammar.fresh()",
         "pass",
-        "tests/engine/test_resumed_answers.py",
+        "tests/engine/test_resumed_answers.py::test_answers_do_not_change_while_steps_raise",
     ),
     Fault(
         "tokens that the client has are sent again", "worker", "engine.engine_loop",

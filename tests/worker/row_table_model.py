@@ -243,7 +243,9 @@ class Walk:
         counts = [min(len(line.forced) + 1, window) for line in chosen]
         for line, count in zip(chosen, counts, strict=True):
             self.reserve(line, min(line.computed + count, LENGTH))
-            self.table.drafts[line.row] = torch.tensor(self.make_drafts(), dtype=torch.int64)
+            # The step must not verify what the drafter proposed.
+            proposed = self.draw.choices(range(VOCAB), k=self.query_len - 1)
+            self.table.drafts[line.row] = torch.tensor(proposed, dtype=torch.int64)
             line.drafts = line.forced[: count - 1] + [-1] * (window - count)
         self.table.inputs.fill(row_ids=[line.row for line in chosen])
         step = self.table.prepare(replace(StepShape.uniform(len(chosen), window), forced=True))

@@ -22,7 +22,7 @@ def test_row_table_random_walk(seed: int, query_len: int) -> None:
     walk = Walk(seed, query_len)
     acts = [walk.admit, walk.chunk, walk.decode, walk.force, walk.preempt, walk.restore]
     acts += [walk.release]
-    weights = [4, 5, 10, 4, 2, 3, 1]
+    weights = [4, 5, 10, 8, 2, 3, 1]
     for _ in range(300):
         walk.draw.choices(acts, weights)[0]()
         walk.check()

@@ -57,8 +57,8 @@ def prepare_kernel(
     drafted = live & (lane > 0) & (lane < window)
     num_committed = count
     if query_lens is None:
-        ahead = tl.load(forced_ends + row) - start
-        num_committed = tl.minimum(tl.maximum(ahead, 1), query_len)
+        remaining = tl.load(forced_ends + row) - start
+        num_committed = tl.minimum(tl.maximum(remaining, 1), query_len)
     # Forced tokens are drafts that the history has already. A row with any has no other drafts.
     limit = tl.where(num_committed > 1, 0, tl.load(limits + row))
     wanted = drafted & (lane <= tl.minimum(limit, max_drafts))

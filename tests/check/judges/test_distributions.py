@@ -169,7 +169,7 @@ def fields_of_the_sampler() -> Iterator[str]:
         "detokenize",
         "skip_special_tokens",
     }
-    not_sampling |= {"structured_outputs", "forced_token_ids", *OUTSIDE_THE_ENGINE}
+    not_sampling |= {"structured_outputs", "forced_token_ids", "prediction", *OUTSIDE_THE_ENGINE}
     params = next(iter(parameter_cases(context()).values()))
     return (field.name for field in fields(params) if field.name not in not_sampling)
 
