@@ -162,8 +162,9 @@ class AsyncLLM:
         that arrive while the caller is busy are merged. A caller that stops iterating aborts the
         request. lora_request: name of a LoRA adapter of lora_modules.
 
-        Raises RequestError where the request is wrong or its id is in use, ComputeError where a
-        step failed, EngineDeadError where the engine has ended.
+        Raises RequestError where the request is wrong or its id is in use, ComputeError where the
+        engine fails again and again while it runs the request, EngineDeadError where the engine has
+        ended.
         """
         outputs = await self.add_request(
             uuid.uuid4().hex if request_id is None else request_id,

@@ -7,7 +7,7 @@ LockstepError
 |   +-- ContextLengthError   its prompt is longer than the context
 +-- CapacityError     not enough memory
 +-- CaptureError      compilation, allocation or synchronization inside of a captured step
-+-- ComputeError      failed step of one request, which ended; other requests continue
++-- ComputeError      repeated failure of the engine while it ran one request, which ended
 +-- EngineDeadError   the engine loop ended with an error; no request can be served
 """
 
@@ -47,7 +47,7 @@ class CaptureError(LockstepError, RuntimeError):
 
 
 class ComputeError(LockstepError, RuntimeError):
-    """Failed step of a request. The request ended; other requests continue."""
+    """Repeated failure of the engine during a request. The request ended; others continue."""
 
 
 class RankError(LockstepError, RuntimeError):

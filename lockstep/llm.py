@@ -185,7 +185,8 @@ class LLM:
         An exception in the caller, such as KeyboardInterrupt, aborts only this call's requests.
 
         Raises RequestError naming the parameter where a request is wrong; then none runs.
-        ComputeError where a step failed, EngineDeadError where the engine has ended.
+        ComputeError where the engine fails again and again while it runs a request,
+        EngineDeadError where the engine has ended.
         """
         check_keywords(others, GENERATE, CALL)
         prompt_list = _as_list(prompts)
