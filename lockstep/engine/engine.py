@@ -43,6 +43,22 @@ class Counted:
     accepted: int = 0
 
 
+def _refuse_with_synthetic_tokens(request: Request) -> None:
+    """Raise RequestError for what depends on tokens being the model's."""
+    field = None
+    if request.forced_token_ids:
+        field = "forced_token_ids"
+    elif request.grammar:
+        has_form = request.params.structured_outputs is not None
+        field = "structured_outputs" if has_form else "thinking_token_budget"
+    if field is not None:
+        raise RequestError(
+            f"{field} is not allowed with synthetic_acceptance, whose tokens are not the model's. "
+            "Leave one of them out.",
+            field,
+        )
+
+
 class Engine:
     """Control plane of one model: it owns a scheduler and an executor.
 
@@ -86,24 +102,11 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise RequestError or CapacityError if the request can never be served. Thread-safe."""
         check_ids(request, self.vocab_size)
+        self.scheduler.check(request)
         check_forced(request)
         drafting = self.config.speculative_config
-        if drafting is None or drafting.synthetic_acceptance is None:
-            self.scheduler.check(request)
-            return
-        refused = []
-        if request.grammar:
-            has_form = request.params.structured_outputs is not None
-            refused = ["structured_outputs" if has_form else "thinking_token_budget"]
-        if request.forced_token_ids:
-            refused.append("forced_token_ids")
-        for field in refused:
-            raise RequestError(
-                f"{field} is not allowed with synthetic_acceptance, whose tokens are not the "
-                "model's. Leave one of them out.",
-                field,
-            )
-        self.scheduler.check(request)
+        if drafting is not None and drafting.synthetic_acceptance is not None:
+            _refuse_with_synthetic_tokens(request)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises what check() raises, and RequestError for an id in use."""

@@ -1,11 +1,15 @@
 """Tokens of a row in a step of prompts, and in a step of forced tokens."""
 
 FORCED_WINDOWS = (16, 64)
-"""Windows of forced tokens to which a row's window is padded, ascending: tokens of a row per
-step."""
+"""Windows of forced tokens to which a row's window is padded, ascending: tokens of a row per step.
+
+H200, Qwen3.6-27B, one row: 64 tokens take 19.9 ms, one token takes 13.7. 16 was not timed.
+"""
 FORCED_TOKENS = 256
-"""Maximum tokens of all windows of a step, where decode steps have no more: H200s compute as many
-while they read the weights of a dense 27B model."""
+"""Maximum tokens of all windows of a step, where decode steps have no more.
+
+H200, Qwen3.6-27B, 8 rows: 1.50 ms per token of every row, 8.39 with 64 tokens and without graphs.
+"""
 
 
 def split_budget(remaining: list[int], budget: int, grain: int) -> list[int]:

@@ -371,7 +371,7 @@ class Scheduler:
             at, chosen = result.mismatch
             mismatch = ForcedMismatch(first + at, result.tokens[at], chosen)
         taken = request.append(result.tokens, result.logprobs, mismatch)
-        num_forced = max(len(request.forced_token_ids) - first, 0)
+        num_forced = min(max(len(request.forced_token_ids) - first, 0), len(result.tokens))
         forced: list[TokenSource] = ["forced"] * num_forced
         request.token_sources += (forced + result.sources[num_forced:])[:taken]
         if len(request.output_token_ids) > request.num_resumed:

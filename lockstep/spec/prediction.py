@@ -20,7 +20,7 @@ METHOD = "prediction"
 MIN_MATCH = 2
 """Tokens of the shortest n-gram at which a row meets its text again."""
 MAX_MATCH = 32
-"""Maximum tokens of an n-gram: longer ones hardly occur twice in a text."""
+"""Maximum tokens of an n-gram, which bounds the work of a lookup."""
 
 
 class PredictionDrafter:

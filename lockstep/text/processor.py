@@ -853,7 +853,7 @@ class Processor:
         return ToolSyntax(self._tools, tokens)
 
     def _prediction(self, params: SamplingParams) -> Sequence[int] | None:
-        """Return the token ids of the prediction, as many as an answer can have."""
+        """Return the token ids of the prediction, cut to max_model_len."""
         predicted = params.prediction
         if isinstance(predicted, str):
             predicted = self.encode(predicted, False, "prediction")

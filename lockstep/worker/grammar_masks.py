@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.kernels.step_metadata import step_drafts
 from lockstep.kernels.stream_copies import copy_to_device, copy_to_host
 from lockstep.scheduling.grammar import FillMasks, MaskQuery
 from lockstep.scheduling.schedule import MaskedRow
@@ -88,14 +88,7 @@ class GrammarMasks:
         offsets = torch.arange(self.max_query_len, device=ids.device)
         at = (known + offsets).clamp_max(table.tokens.shape[1] - 1)
         computed = table.computed[ids].to(torch.int64)
-        proposed = table.drafts[ids[:, 0], :num_drafts]
-        drafts = F.pad(proposed, (0, num_drafts - proposed.shape[1]), value=-1)
-        positions = computed + 1 + offsets[:num_drafts]
-        # As in prepare_step: a row with forced tokens after its last one has no other drafts.
-        forced_end = table.forced_end[ids].to(torch.int64)
-        history = table.tokens[ids, positions.clamp_max(table.tokens.shape[1] - 1)]
-        forced = torch.where(positions < forced_end, history, -1)
-        drafts = torch.where(forced_end > computed + 1, forced, drafts)
+        _, drafts = step_drafts(table, ids[:, 0], num_drafts + 1)
         return torch.cat([computed, table.tokens[ids, at], drafts], dim=1)
 
     def _upload(

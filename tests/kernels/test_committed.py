@@ -173,7 +173,9 @@ def test_padding_disturbs_no_row(backend, form, kept):
         starts = [66, 700, 1007, 15, 64, 31]
         lacking = [0, dims.max_replayed, 1, dims.w, dims.max_replayed, 0]
         if backend.interpreted:
-            committed, starts, lacking = committed[1::2], starts[1::2], lacking[1::2]
+            committed = committed[1::2]
+            starts = starts[1::2]
+            lacking = lacking[1::2]
         rows = random_rows(dims, backend, starts, lacking)
         assert_window_equals_tokens(form, backend, dims, rows, 33, committed)
 

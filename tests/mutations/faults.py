@@ -300,7 +300,7 @@ FAULTS = (
         "$values = [self.tokens, self.prompt_len, self.forced_end, self.computed]",
     ),
     Fault(
-        "a request that wants no drafts has one verified", "drafter", METADATA, "_drafts",
+        "a request that wants no drafts has one verified", "drafter", METADATA, "step_drafts",
         "$drafts = torch.where($order < $limit[:, None], $drafts, -1)",
         "$drafts = torch.where($order <= $limit[:, None], $drafts, -1)",
         OF_NO_DRAFTS,
@@ -1156,17 +1156,17 @@ FAULTS = (
         f"{OF_FORCED}::test_other_token_is_an_error_or_reported",
     ),
     Fault(
-        "a forced window one token too long", "table", METADATA, "prepare_step",
+        "a forced window one token too long", "table", METADATA, "step_drafts",
         "$committed = ($table.forced_end[$row_ids] - $starts).clamp(1, $query_len)",
         "$committed = ($table.forced_end[$row_ids] - $starts + 1).clamp(1, $query_len)",
     ),
     Fault(
-        "a forced token is no draft", "table", METADATA, "_drafts",
+        "a forced token is no draft", "table", METADATA, "step_drafts",
         "$order < $committed[:, None] - 1",
         "$order < $committed[:, None] - 2",
     ),
     Fault(
-        "drafts after the forced tokens of a window", "table", METADATA, "_drafts",
+        "drafts after the forced tokens of a window", "table", METADATA, "step_drafts",
         "$limit = torch.where($committed > 1, 0, $table.draft_limit[$row_ids])",
         "$limit = $table.draft_limit[$row_ids]",
         "tests/worker/test_row_table.py::test_row_table_random_walk",
@@ -1230,8 +1230,8 @@ FAULTS = (
     Fault(
         "a grammar sees the drafter's drafts instead of forced tokens", "worker", GRAMMAR_MASKS,
         "GrammarMasks._gather_unseen",
-        "$drafts = torch.where($forced_end > $computed + 1, $forced, $drafts)",
-        "$drafts = $drafts",
+        "_, $drafts = step_drafts($table, $ids[:, 0], $count + 1)",
+        "$drafts = torch.full_like($table.tokens[$ids[:, 0], :$count], -1)",
         f"{OF_FORCED}::test_forced_prefix_changes_no_answer",
     ),
     Fault(

@@ -145,10 +145,7 @@ class ScenarioRunner:
                 completion.request.speculate = request.speculate
                 completion.request.cache_salt = request.salt
                 completion.request.adapter = request.adapter
-            if request.forced:
-                _force(scenario, request, request_completions, plain)
-            if scenario.kind.drafter == prediction.METHOD:
-                _predict(scenario, request, request_completions, plain)
+            _add_plain_tokens(scenario, request, request_completions, plain)
         by_id = {
             completion.request.id: completion
             for request_completions in completions
@@ -181,33 +178,33 @@ class ScenarioRunner:
             drafter.events = None
 
 
-def _force(
+def _plain_answers(scenario: Scenario, request: ScenarioRequest, plain: PlainRuns) -> list[Answer]:
+    """Return the plain outputs of a request."""
+    params = scenario.plain_params(request)
+    return plain.of(request.adapter).answers(request.prompt, params)
+
+
+def _add_plain_tokens(
     scenario: Scenario,
     request: ScenarioRequest,
     completions: list[Completion],
     plain: PlainRuns,
 ) -> None:
-    """Force the first tokens of a request's plain outputs into its completions."""
-    params = scenario.plain_params(request)
-    answers = plain.of(request.adapter).answers(request.prompt, params)
-    for completion, answer in zip(completions, answers, strict=True):
-        forced = answer.tokens[: request.forced]
-        completion.request.params = replace(completion.request.params, forced_token_ids=forced)
+    """Force the first plain tokens of a request; predict texts like its plain outputs.
 
-
-def _predict(
-    scenario: Scenario,
-    request: ScenarioRequest,
-    completions: list[Completion],
-    plain: PlainRuns,
-) -> None:
-    """Give predicted texts to a request's completions, but for every fourth one."""
-    params = scenario.plain_params(request)
-    answers = plain.of(request.adapter).answers(request.prompt, params)
+    Every fourth completion has no predicted text.
+    """
+    is_predicted = scenario.kind.drafter == prediction.METHOD
+    if not (request.forced or is_predicted):
+        return
+    answers = _plain_answers(scenario, request, plain)
     for completion, answer in zip(completions, answers, strict=True):
-        if len(answer.tokens) % 4:
-            text = prediction_of(answer.tokens)
-            completion.request.params = replace(completion.request.params, prediction=text)
+        changes: dict[str, Any] = {}
+        if request.forced:
+            changes["forced_token_ids"] = answer.tokens[: request.forced]
+        if is_predicted and len(answer.tokens) % 4:
+            changes["prediction"] = prediction_of(answer.tokens)
+        completion.request.params = replace(completion.request.params, **changes)
 
 
 def oracle_texts(scenario: Scenario, plain: PlainRuns) -> list[list[int]]:
@@ -215,9 +212,7 @@ def oracle_texts(scenario: Scenario, plain: PlainRuns) -> list[list[int]]:
     return [
         [*request.prompt, *answer.tokens]
         for request in scenario.requests
-        for answer in plain.of(request.adapter).answers(
-            request.prompt, scenario.plain_params(request)
-        )
+        for answer in _plain_answers(scenario, request, plain)
     ]
 
 

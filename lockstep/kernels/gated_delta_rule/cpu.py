@@ -93,8 +93,10 @@ def _step_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence token by token, updating s [S, HV, K, V] in place.
 
-    write_states: see Window.write_states. q, k [N, 1, K], v [N, 1, V], decay, beta [N, 1, 1] per
-    token, N = S * HV. Returns o, u [Q * N, 1, V].
+    write_states: see Window.write_states.
+    q, k [N, 1, K], v [N, 1, V], decay, beta [N, 1, 1]: per token; N = S * HV.
+
+    Returns o, u [Q * N, 1, V].
     """
     out: list[Tensor] = []
     u: list[Tensor] = []

@@ -77,13 +77,8 @@ def mamba2_step(
     next_folded(starts, folded, flush, grid) is larger than folded, as of that token. No bit depends
     on flush. Slots may repeat only if they are null; results of a null row are undefined.
 
-    committed [S] int32, 1 .. Q: number of leading tokens of each window that are certain to stay.
-    Q may then exceed W. The tokens after them are padding: they may hold anything, and their
-    results are 0. The state is written as of next_folded(starts + committed, folded, 1, grid) if
-    that is larger than folded, inside of the window too. The histories take only what later steps
-    read: raw inputs of the last R committed tokens, and u, k and decay of committed tokens that the
-    state in memory lacks. The bits are those of windows of W tokens. None: any token of the window
-    may be rejected.
+    committed [S] int32, 1 .. Q: number of leading tokens of each window that are certain to stay,
+    see gated_delta_step. None: any token of the window may be rejected.
 
     Returns y [S, Q, H, P] fp32, before the gated norm.
     """

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.kernels.activations import silu
-from lockstep.kernels.recurrent.history import next_folded
+from lockstep.kernels.recurrent.history import folded_after, next_folded
 from lockstep.kernels.recurrent.state import RecurrentState, expand_heads
 from lockstep.step import GRID
 
@@ -123,7 +123,7 @@ class CommittedWindow(Window):
         committed: Tensor,
     ) -> None:
         super().__init__(mixed, state, slots, starts, folded, history, flush=1)
-        target = next_folded(starts + committed, folded, 1, state.grid)
+        target = folded_after(starts, folded, 1, state.grid, committed)
         # Replay writes a state whose last token is before the window, write_states the others.
         self.written = torch.where(target <= starts, target, folded)
         self.slots: tuple[int, ...] = tuple(slots.tolist())

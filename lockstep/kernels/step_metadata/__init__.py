@@ -5,6 +5,7 @@ from lockstep.kernels.step_metadata.contract import (
     StepTensors,
     advance_rows,
     prepare_step,
+    step_drafts,
 )
 
 __all__ = [
@@ -12,4 +13,5 @@ __all__ = [
     "StepTensors",
     "advance_rows",
     "prepare_step",
+    "step_drafts",
 ]

@@ -97,10 +97,9 @@ def prepare_step(
     pages = table.page_table[row_ids]
     column = (positions // page_size).clamp_max_(pages.shape[1] - 1)
     slots = table.state_slots[row_ids].long()
-    committed = lengths
-    if uniform:
-        committed = (table.forced_end[row_ids] - starts).clamp(1, query_len)
-    drafts = _drafts(table, row_ids, starts, committed, window - 1)
+    committed, drafts = step_drafts(table, row_ids, window)
+    if not uniform:
+        committed = lengths
     _append_drafts(table.tokens, row_ids, starts, drafts)
     # Padding may lie past the table's last column; what it reads there is never used.
     columns = positions.clamp_max(table.tokens.shape[1] - 1)
@@ -124,17 +123,20 @@ def prepare_step(
     )
 
 
-def _drafts(
-    table: RowTensors, row_ids: Tensor, starts: Tensor, committed: Tensor, count: int
-) -> Tensor:
-    """Return the drafts [S, count] of a step: forced tokens, or else the row's limited drafts."""
-    order = torch.arange(count, device=starts.device)
+def step_drafts(table: RowTensors, row_ids: Tensor, query_len: int) -> tuple[Tensor, Tensor]:
+    """Return committed [S] int32 and drafts [S, query_len - 1] of a uniform step.
+
+    See prepare_step.
+    """
+    starts = table.computed[row_ids]
+    committed = (table.forced_end[row_ids] - starts).clamp(1, query_len)
+    order = torch.arange(query_len - 1, device=starts.device)
     limit = torch.where(committed > 1, 0, table.draft_limit[row_ids])
-    proposed = table.drafts[row_ids, :count]
-    drafts = F.pad(proposed, (0, count - proposed.shape[1]), value=-1)
+    proposed = table.drafts[row_ids, : query_len - 1]
+    drafts = F.pad(proposed, (0, query_len - 1 - proposed.shape[1]), value=-1)
     drafts = torch.where(order < limit[:, None], drafts, -1)
     forced = table.tokens[row_ids[:, None], starts[:, None] + 1 + order]
-    return torch.where(order < committed[:, None] - 1, forced, drafts)
+    return committed, torch.where(order < committed[:, None] - 1, forced, drafts)
 
 
 def _append_drafts(tokens: Tensor, row_ids: Tensor, starts: Tensor, drafts: Tensor) -> None:
