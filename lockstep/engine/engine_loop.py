@@ -40,7 +40,7 @@ class EngineLoop:
     """Loop around an engine. It owns the engine while run() runs.
 
     `deliver` is called in the thread of run(), with data that the engine does not share, and so is
-    `deliver_blocks`, after a step's updates. submit(), abort() and stop() may be called from any
+    `deliver_blocks`, before a step's updates. submit(), abort() and stop() may be called from any
     thread; they take effect between two steps.
     """
 
@@ -118,9 +118,16 @@ class EngineLoop:
     def _serve(self) -> None:
         while self._take_commands():
             touched = [request for request in self._step() if self._has_news(request)]
+            self._emit_blocks()  # whoever reads an answer may rely on its blocks being published
             # Clients of finished requests wait for nothing else, so they are served first.
             self._emit([one for one in touched if one.finish_reason is not None])
             self._emit([one for one in touched if one.finish_reason is None])
+
+    def _emit_blocks(self) -> None:
+        """Deliver the events of cached blocks, if there are any."""
+        events = self.engine.drain_blocks()
+        if events:
+            self._deliver_blocks(events)
 
     def _emit(self, requests: Sequence[Request]) -> None:
         """Deliver the updates of some requests of a step."""
@@ -130,12 +137,10 @@ class EngineLoop:
     def _take_commands(self) -> bool:
         """Run queued commands; block while there is no work. Returns False once stopped.
 
-        Delivers the events of blocks first, those of the last step or command.
+        Delivers the events of blocks that a command or a failed step caused.
         """
         while True:
-            events = self.engine.drain_blocks()
-            if events:
-                self._deliver_blocks(events)
+            self._emit_blocks()
             is_idle = not self.engine.has_work()
             if is_idle or self._sent:
                 self._notify_idle()
