@@ -71,7 +71,7 @@ REPEATS = {"cuda": 40, "cpu": 4}
 """Device -> repetitions of all rows in one batch: more than the largest tile of a device."""
 REAL_SIZES = (
     (linear_cases, "SIZES", ((70, 16480, 5120),)),
-    (linear_cases, "CUT", ((70, 5120, 17408, 2),)),
+    (linear_cases, "SPLIT", ((70, 5120, 17408, 2),)),
     (norm_cases, "SHAPES", ((70, 5120), (70, 48, 128))),
     (activation_cases, "SHAPES", ((70, 17408),)),
     (rotary_cases, "LAYERS", ((70, 24, 4, 256, 64, True, 1.0),)),

@@ -4,10 +4,15 @@
 1. chunk_inputs_kernel: convolution, SiLU and l2 norm, per (chunk, head).
 2. intra_chunk_kernel: the WY representation u, w by the UT transform, and causal scores, per
    (chunk, value head). Neither kernel needs a state, so all chunks run in parallel.
-3. chunk_state_kernel (recurrent/chunk_kernels.py), inter-chunk: carries the state from chunk to
-   chunk, per (row, value head, block of V).
+3. delta_state_kernel, inter-chunk: carries the state from chunk to chunk, per (row, value head,
+   block of V).
 4. chunk_output_kernel: outputs from the state before the chunk and the chunk's own tokens, again
    in parallel over chunks.
+
+Operands of products have the model's dtype, accumulators and the state are fp32, and the UT
+transform is fp32 with products in tf32. Between kernels 2, 3 and 4 the values and the state are
+transposed, [V, tokens] and [V, K]: each is a left operand in the registers in which the product
+before left it, or a right operand whose inner dimension is contiguous.
 
 No length is a compile-time constant.
 """
@@ -17,7 +22,6 @@ import triton.language as tl
 
 from lockstep.kernels.device.convolution import convolve_chunk
 from lockstep.kernels.gated_delta_rule.gating import gates
-from lockstep.kernels.recurrent.chunk_kernels import load_by_sectors
 
 
 @triton.jit
@@ -105,11 +109,11 @@ def intra_chunk_kernel(
     scores_ptr, g_cumsum_ptr, b_stride, a_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
-    SIDE: tl.constexpr, SECTOR: tl.constexpr,
+    SIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute the WY representation u, w, causal scores and g_cumsum of one (chunk, value head).
 
-    u [T, HV, V], w [T, HV, K], scores [N, HV, GRID, GRID], g_cumsum [N, HV, GRID] (log decay,
+    u [N, HV, V, GRID], w [T, HV, K], scores [N, HV, GRID, GRID], g_cumsum [N, HV, GRID] (log decay,
     cumulated from the chunk's first token).
     """
     chunk = tl.program_id(0).to(tl.int64)
@@ -121,6 +125,7 @@ def intra_chunk_kernel(
     offset = tl.load(chunks_ptr + chunk * 3 + 1)
     begin = tl.load(cu_seqlens_ptr + row).to(tl.int64) + offset
     k_head = head // (HV // HK)
+    block = chunk * HV + head
     offs_t = tl.arange(0, GRID)
     offs_k = tl.arange(0, BLOCK_K)
     offs_v = tl.arange(0, BLOCK_V)
@@ -132,8 +137,9 @@ def intra_chunk_kernel(
     # Tokens past the end: no decay, beta 0 and k 0 make them exact no-ops on the state.
     g_cumsum = tl.cumsum(tl.where(token_mask, g, 0.0), 0)
     beta = tl.where(token_mask, beta, 0.0)
-    tl.store(g_cumsum_ptr + (chunk * HV + head) * GRID + offs_t, g_cumsum)
+    tl.store(g_cumsum_ptr + block * GRID + offs_t, g_cumsum)
     C: tl.constexpr = 2 * HK * K + HV * V
+    OPERAND: tl.constexpr = inputs_ptr.dtype.element_ty
     inputs_rows = inputs_ptr + token[:, None] * C
     mask_k = token_mask[:, None] & (offs_k < K)[None, :]
     mask_v = token_mask[:, None] & (offs_v < V)[None, :]
@@ -145,21 +151,84 @@ def intra_chunk_kernel(
     k = tl.load(inputs_rows + (HK + k_head) * K + offs_k[None, :], mask=mask_k, other=0.0)
     q = tl.load(inputs_rows + k_head * K + offs_k[None, :], mask=mask_k, other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
-    tl.store(scores_ptr + ((chunk * HV + head) * GRID + t_row) * GRID + t_col, scores)
+    tl.store(scores_ptr + (block * GRID + t_row) * GRID + t_col, scores.to(OPERAND))
     a = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay * beta[:, None]
     inverse = ut_transform(tl.where(t_row > t_col, a, 0.0), SIDE, GRID, PRECISION)
-    first_row = inputs_ptr + begin * C
-    # k again, by sectors: here it is a right operand of tl.dot (see load_by_sectors).
-    k = load_by_sectors(
-        first_row + (HK + k_head) * K, C, token_mask, K, GRID, BLOCK_K, SECTOR
-    )  # fmt: skip
-    w = tl.dot(inverse, k * (beta * tl.exp(g_cumsum))[:, None], input_precision=PRECISION)
-    tl.store(w_ptr + (token[:, None] * HV + head) * K + offs_k[None, :], w, mask=mask_k)
-    v = load_by_sectors(
-        first_row + 2 * HK * K + head * V, C, token_mask, V, GRID, BLOCK_V, SECTOR
-    )  # fmt: skip
-    u = tl.dot(inverse, v * beta[:, None], input_precision=PRECISION)
-    tl.store(u_ptr + (token[:, None] * HV + head) * V + offs_v[None, :], u, mask=mask_v)
+    # The factors of k's and v's rows scale the columns of the inverse: k and v stay as loaded.
+    scaled = inverse * (beta * tl.exp(g_cumsum))[None, :]
+    w = tl.dot(scaled.to(OPERAND), k, input_precision=PRECISION)
+    w_ptrs = w_ptr + (token[:, None] * HV + head) * K + offs_k[None, :]
+    tl.store(w_ptrs, w.to(OPERAND), mask=mask_k)
+    v_ptrs = inputs_rows + 2 * HK * K + head * V + offs_v[None, :]
+    v = tl.load(v_ptrs, mask=mask_v, other=0.0)
+    u = tl.dot((inverse * beta[None, :]).to(OPERAND), v, input_precision=PRECISION)
+    u_ptrs = u_ptr + (block * V + offs_v[:, None]) * GRID + t_col
+    tl.store(u_ptrs, tl.trans(u).to(OPERAND), mask=(offs_v < V)[:, None])
+
+
+@triton.jit
+def delta_state_kernel(
+    inputs_ptr, u_ptr, w_ptr, g_cumsum_ptr, state_ptr, chunk_states_ptr, cu_seqlens_ptr,
+    starts_ptr, state_src_ptr, state_slots_ptr, snapshot_slots_ptr, first_chunks_ptr, slot_stride,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Carry the state of one (row, value head, block of V) from chunk to chunk.
+
+    u [N, HV, V, GRID] is overwritten by the values v_new = u - w S that the chunk writes.
+    chunk_states [N, HV, V, K] receives the state before each chunk. The state is transposed here,
+    [BLOCK_V, BLOCK_K], so that it and v_new are left operands straight from registers.
+    """
+    row = tl.program_id(0) // HV
+    head = tl.program_id(0) % HV
+    begin = tl.load(cu_seqlens_ptr + row).to(tl.int64)
+    length = (tl.load(cu_seqlens_ptr + row + 1) - begin).to(tl.int32)
+    slot = tl.load(state_slots_ptr + row).to(tl.int64)
+    if (length == 0) | (slot == 0):
+        return
+    snapshot = tl.load(snapshot_slots_ptr + row).to(tl.int64)
+    k_head = head // (HV // HK)
+    first_chunk = tl.load(first_chunks_ptr + row).to(tl.int64)
+    offs_t = tl.arange(0, GRID)
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask_v = (offs_v < V)[:, None]
+    in_state = mask_v & (offs_k < K)[None, :]
+    state_ptr += head * K * V + offs_k[None, :] * V + offs_v[:, None]
+    source = tl.load(state_src_ptr + row).to(tl.int64) * slot_stride
+    DTYPE: tl.constexpr = state_ptr.dtype.element_ty
+    OPERAND: tl.constexpr = inputs_ptr.dtype.element_ty
+    resumed = in_state & (tl.load(starts_ptr + row) > 0)
+    state = tl.load(state_ptr + source, mask=resumed, other=0.0).to(tl.float32)
+    # A row without a whole chunk has its last grid point at its start.
+    if (snapshot > 0) & (length < GRID):
+        tl.store(state_ptr + snapshot * slot_stride, state.to(DTYPE), mask=in_state)
+    for c in range(tl.cdiv(length, GRID)):
+        token_mask = (c * GRID + offs_t < length)[:, None]
+        token = (begin + c * GRID + offs_t)[:, None]
+        mask_k = token_mask & (offs_k < K)[None, :]
+        block = (first_chunk + c) * HV + head
+        w = tl.load(w_ptr + (token * HV + head) * K + offs_k[None, :], mask=mask_k, other=0.0)
+        k_ptrs = inputs_ptr + token * (2 * HK * K + HV * V) + (HK + k_head) * K + offs_k[None, :]
+        k = tl.load(k_ptrs, mask=mask_k, other=0.0)
+        u_ptrs = u_ptr + (block * V + offs_v[:, None]) * GRID + offs_t[None, :]
+        u = tl.load(u_ptrs, mask=mask_v, other=0.0)
+        g_cumsum = tl.load(g_cumsum_ptr + block * GRID + offs_t)
+        g_last = tl.load(g_cumsum_ptr + block * GRID + GRID - 1)
+        operand = state.to(OPERAND)
+        states_ptrs = chunk_states_ptr + (block * V + offs_v[:, None]) * K + offs_k[None, :]
+        tl.store(states_ptrs, operand, mask=in_state)
+        v_new = u.to(tl.float32) - tl.dot(operand, tl.trans(w), input_precision=PRECISION)
+        tl.store(u_ptrs, v_new.to(OPERAND), mask=mask_v)
+        # Written with its decay to the chunk's end: k stays as loaded.
+        decayed = (v_new * tl.exp(g_last - g_cumsum)[None, :]).to(OPERAND)
+        state = tl.dot(decayed, k, state * tl.exp(g_last), input_precision=PRECISION)
+        # Every chunk ends on the absolute grid or at the row's end, so rounding here does not
+        # depend on how a prompt is split into steps.
+        state = state.to(DTYPE).to(tl.float32)
+        if (snapshot > 0) & (c + 1 == length // GRID):
+            tl.store(state_ptr + snapshot * slot_stride, state.to(DTYPE), mask=in_state)
+    tl.store(state_ptr + slot * slot_stride, state.to(DTYPE), mask=in_state)
 
 
 @triton.jit
@@ -168,11 +237,11 @@ def chunk_output_kernel(
     out_ptr,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
-    SECTOR: tl.constexpr,
 ):  # fmt: skip
     """Compute outputs [T, HV, V] of one (chunk, value head, block of V).
 
-    The inter-chunk part is q exp(g_cumsum) S, the intra-chunk part scores v_new.
+    The inter-chunk part is exp(g_cumsum) q S, the intra-chunk part scores v_new. v_new
+    [N, HV, V, GRID], chunk_states [N, HV, V, K].
     """
     chunk = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -187,22 +256,19 @@ def chunk_output_kernel(
     offs_t = tl.arange(0, GRID)
     offs_k = tl.arange(0, BLOCK_K)
     offs_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    token_mask = offs_t < count
+    token_mask = (offs_t < count)[:, None]
     token = (begin + offs_t)[:, None]
-    mask_k = token_mask[:, None] & (offs_k < K)[None, :]
-    mask_v = token_mask[:, None] & (offs_v < V)[None, :]
+    mask_k = token_mask & (offs_k < K)[None, :]
     q_ptrs = inputs_ptr + token * (2 * HK * K + HV * V) + k_head * K + offs_k[None, :]
     q = tl.load(q_ptrs, mask=mask_k, other=0.0)
+    v_rows = (block * V + offs_v)[:, None]
+    in_state = (offs_v < V)[:, None] & (offs_k < K)[None, :]
+    state = tl.load(chunk_states_ptr + v_rows * K + offs_k[None, :], mask=in_state, other=0.0)
+    o = tl.dot(q, tl.trans(state), input_precision=PRECISION)
     g_cumsum = tl.load(g_cumsum_ptr + block * GRID + offs_t)
-    first_v = tl.program_id(2) * BLOCK_V
-    states = chunk_states_ptr + block * K * V + first_v
-    state = load_by_sectors(
-        states, V, offs_k < K, V - first_v, BLOCK_K, BLOCK_V, SECTOR
-    ).to(tl.float32)  # fmt: skip
-    o = tl.dot(q * tl.exp(g_cumsum)[:, None], state, input_precision=PRECISION)
     scores = tl.load(scores_ptr + (block * GRID + offs_t[:, None]) * GRID + offs_t[None, :])
-    v_rows = v_new_ptr + (begin * HV + head) * V + first_v
-    v_new = load_by_sectors(v_rows, HV * V, token_mask, V - first_v, GRID, BLOCK_V, SECTOR)
-    o += tl.dot(scores, v_new, input_precision=PRECISION)
+    v_new_ptrs = v_new_ptr + v_rows * GRID + offs_t[None, :]
+    v_new = tl.load(v_new_ptrs, mask=(offs_v < V)[:, None], other=0.0)
+    o = tl.dot(scores, tl.trans(v_new), o * tl.exp(g_cumsum)[:, None], input_precision=PRECISION)
     out_offs = (token * HV + head) * V + offs_v[None, :]
-    tl.store(out_ptr + out_offs, o, mask=mask_v)
+    tl.store(out_ptr + out_offs, o, mask=token_mask & (offs_v < V)[None, :])

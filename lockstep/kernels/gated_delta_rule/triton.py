@@ -17,12 +17,12 @@ from lockstep.kernels.gated_delta_rule import (
 from lockstep.kernels.gated_delta_rule.chunk_kernels import (
     chunk_inputs_kernel,
     chunk_output_kernel,
+    delta_state_kernel,
     intra_chunk_kernel,
 )
 from lockstep.kernels.gated_delta_rule.step_kernels import gated_norm_kernel, step_inputs_kernel
 from lockstep.kernels.recurrent.chunk import (
     PromptRows,
-    carry_states,
     dot_precision,
     list_chunks,
     save_raw_inputs,
@@ -30,7 +30,6 @@ from lockstep.kernels.recurrent.chunk import (
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.kernels.recurrent.step import (
     MAX_DIM,
-    SECTOR,
     block_sizes,
     flatten_tokens,
     head_sizes,
@@ -45,23 +44,26 @@ HEADS = 8
 of one head and one warp."""
 NORM_WARPS = 4
 """Warps of a CTA of the gated norm."""
-# Times below: H200, 8,192 tokens of 32 heads of 128 x 128.
-STATE_VALUES = 32
-"""Columns of V of a CTA that carries the state: 367 us; with two stages 443, 650 with 16."""
-OUT_VALUES = 64
-"""Columns of V of a CTA that computes outputs: 226 us, 290 with 32, 274 with 128."""
+# Times below: H200, 8,192 tokens of 48 heads of 128 x 128, bf16.
+STATE_VALUES = 64
+"""Columns of V of a CTA that carries the state: 197 us, 257 with 32, 332 with 128 and 8 warps."""
+OUT_VALUES = 128
+"""Columns of V of a CTA that computes outputs: 148 us, 174 with 64, 252 with 32."""
 INPUT_WARPS = 8
-"""Warps of a CTA of the convolution: 178 us, 230 with 4."""
+"""Warps of a CTA of the convolution: 174 us, 260 with 4, 322 with 2."""
 INTRA_WARPS = 4
-"""Warps of a CTA of the WY representation: 442 us. 8 take 908 us and give other bits, since sums of
+"""Warps of a CTA of the WY representation: 467 us. Another number gives other bits, since sums of
 the forward substitution follow the layout."""
 STATE_WARPS = 4
-"""Warps of a CTA that carries the state: 367 us, 387 with 8."""
+"""Warps of a CTA that carries the state: 197 us, 256 with 8."""
 STATE_STAGES = 3
 """Pipeline stages (chunks of w, k and u) of the kernel that carries the state, where they fit:
-367 us, 443 with 2, 611 with 1."""
+197 us, 317 with 2, 307 with 1, 198 with 4."""
 OUT_WARPS = 4
-"""Warps of a CTA that computes outputs: 226 us; 391 with 8 and 128 columns."""
+"""Warps of a CTA that computes outputs: 148 us, 191 with 8."""
+MIN_OPERAND = 64
+"""Minimum rows and columns of an operand. Blocks of 16 and 32 gave wrong values in bf16 and fp16 on
+sm_90 (Triton 3.6), and right ones in fp32; columns past K and V are zeros."""
 SIDE = 16
 """Rows of the diagonal blocks that the UT transform inverts by forward substitution. Substitution
 over all 64 rows of a chunk took 1.1 ms instead of 0.2."""
@@ -124,6 +126,12 @@ def gated_delta_step_triton(
     return out
 
 
+def _operand_sizes(sizes: dict[str, int], values: int) -> dict[str, int]:
+    """Return block_sizes of at least MIN_OPERAND: at most `values` columns of V."""
+    blocks = block_sizes(sizes, values)
+    return {name: max(size, MIN_OPERAND) for name, size in blocks.items()}
+
+
 @gated_delta_chunk.backend("triton", supports=supports)
 def gated_delta_chunk_triton(
     mixed: Tensor,
@@ -150,11 +158,14 @@ def gated_delta_chunk_triton(
         return out
     chunks, first_chunks = list_chunks(out, cu_seqlens, state_slots)
     n = len(chunks)
-    shapes = ((tokens, channels), (tokens, hv, v), (tokens, hv, k), (n, hv, GRID, GRID))
-    inputs, u, w, scores = (torch.empty(shape, **f32) for shape in shapes)
+    # Operands of products have the model's dtype; see chunk_kernels.py for their order in memory.
+    inputs, w = mixed.new_empty(tokens, channels), mixed.new_empty(tokens, hv, k)
+    u, scores = mixed.new_empty(n, hv, v, GRID), mixed.new_empty(n, hv, GRID, GRID)
+    chunk_states = mixed.new_empty(n, hv, v, k)
     g_cumsum = torch.empty(n, hv, GRID, **f32)
     exact: dict[str, Any] = dict(GRID=GRID, enable_fp_fusion=False)
     precision = dot_precision(mixed.dtype)
+    products: dict[str, Any] = dict(PRECISION=precision, **sizes, **exact)
     chunk_inputs_kernel[(n, 2 * hk + hv)](
         mixed, conv_weight, state.conv, cu_seqlens, starts, state_src, chunks, inputs,
         mixed.stride(0), state.conv.shape[1], **sizes, R=history,
@@ -162,24 +173,25 @@ def gated_delta_chunk_triton(
     )  # fmt: skip
     intra_chunk_kernel[(n, hv)](
         inputs, b, a, weights.a_log, weights.dt_bias, cu_seqlens, chunks, u, w, scores, g_cumsum,
-        b.stride(0), a.stride(0), **sizes, **block_sizes(sizes, MAX_DIM), PRECISION=precision,
-        SIDE=SIDE, SECTOR=SECTOR, num_warps=INTRA_WARPS, **exact,
+        b.stride(0), a.stride(0), **_operand_sizes(sizes, MAX_DIM), SIDE=SIDE, num_warps=INTRA_WARPS,
+        **products,
     )  # fmt: skip
-    blocks = block_sizes(sizes, STATE_VALUES)
-    # Bytes of one stage: w and k, u, and g_cumsum. Triton allocates as much again for the operands.
-    stage = GRID * (2 * blocks["BLOCK_K"] + blocks["BLOCK_V"] + 1) * inputs.itemsize
+    blocks = _operand_sizes(sizes, STATE_VALUES)
+    # Bytes of one stage: w and k, u, and g_cumsum. Triton allocates up to as much again for the
+    # operands, and a block of v_new.
+    v_new = GRID * blocks["BLOCK_V"] * inputs.itemsize
+    stage = GRID * (2 * blocks["BLOCK_K"] + 1) * inputs.itemsize + v_new
     number = architecture.sm_number(mixed.device)
-    stages = architecture.fit_stages(STATE_STAGES, stage, stage, number)
-    options = dict(PRECISION=precision, num_warps=STATE_WARPS, num_stages=stages, **exact)
-    chunk_states = carry_states(
-        inputs, (u, w), None, g_cumsum, state, rows, first_chunks, k_channel=hk * k,
-        v_channel=2 * hk * k, options=blocks | options,
+    stages = architecture.fit_stages(STATE_STAGES, stage, stage + v_new, number)
+    delta_state_kernel[(len(starts) * hv, triton.cdiv(v, blocks["BLOCK_V"]))](
+        inputs, u, w, g_cumsum, state.recurrent, chunk_states, *rows, first_chunks,
+        state.recurrent.stride(0), **blocks, num_warps=STATE_WARPS, num_stages=stages, **products,
     )  # fmt: skip
-    blocks = block_sizes(sizes, OUT_VALUES)
-    # chunk_state_kernel has overwritten u with v_new.
+    blocks = _operand_sizes(sizes, OUT_VALUES)
+    # delta_state_kernel has overwritten u with v_new.
     chunk_output_kernel[(n, hv, triton.cdiv(v, blocks["BLOCK_V"]))](
         inputs, u, scores, g_cumsum, chunk_states, cu_seqlens, chunks, out,
-        **sizes, **blocks, PRECISION=precision, SECTOR=SECTOR, num_warps=OUT_WARPS, **exact,
+        **blocks, num_warps=OUT_WARPS, **products,
     )  # fmt: skip
     save_raw_inputs(mixed, state, history, rows)
     return out

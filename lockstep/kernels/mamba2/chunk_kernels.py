@@ -4,8 +4,8 @@
 1. chunk_inputs_kernel: convolution and SiLU, per (chunk, block of channels).
 2. chunk_scores_kernel, intra-chunk: C B^T, time steps and cumulated log decays, per (chunk, group).
    Neither kernel needs a state, so all chunks run in parallel.
-3. chunk_state_kernel (recurrent/chunk_kernels.py), inter-chunk: carries the state from chunk to
-   chunk, per (row, head, block of P).
+3. chunk_state_kernel, inter-chunk: carries the state from chunk to chunk, per (row, head, block of
+   P).
 4. chunk_output_kernel: outputs from the state before the chunk and the chunk's own tokens, again
    in parallel over chunks.
 
@@ -18,7 +18,6 @@ import triton.language as tl
 
 from lockstep.kernels.device.convolution import convolve_chunk
 from lockstep.kernels.mamba2.discretization import discretize
-from lockstep.kernels.recurrent.chunk_kernels import load_by_sectors
 
 
 @triton.jit(do_not_specialize=["token_stride", "conv_len"])
@@ -89,6 +88,81 @@ def chunk_scores_kernel(
         offs = (chunk * HV + head) * GRID + offs_t
         tl.store(dt_ptr + offs, tl.where(token_mask, dt, 0.0))
         tl.store(g_cumsum_ptr + offs, tl.cumsum(tl.where(token_mask, log_decay, 0.0), 0))
+
+
+@triton.jit
+def chunk_state_kernel(
+    inputs_ptr, dt_ptr, g_cumsum_ptr, state_ptr, chunk_states_ptr, cu_seqlens_ptr, starts_ptr,
+    state_src_ptr, state_slots_ptr, snapshot_slots_ptr, first_chunks_ptr, slot_stride,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Carry the state of one (row, head, block of V) from chunk to chunk.
+
+    g_cumsum [N, HV, GRID]: log decay, cumulated from the chunk's first token. chunk_states
+    [N, HV, K, V] receives the state before each chunk.
+    """
+    row = tl.program_id(0) // HV
+    head = tl.program_id(0) % HV
+    begin = tl.load(cu_seqlens_ptr + row).to(tl.int64)
+    length = (tl.load(cu_seqlens_ptr + row + 1) - begin).to(tl.int32)
+    slot = tl.load(state_slots_ptr + row).to(tl.int64)
+    if (length == 0) | (slot == 0):
+        return
+    snapshot = tl.load(snapshot_slots_ptr + row).to(tl.int64)
+    k_head = head // (HV // HK)
+    first_chunk = tl.load(first_chunks_ptr + row).to(tl.int64)
+    offs_t = tl.arange(0, GRID)
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_state = (offs_k < K)[:, None] & (offs_v < V)[None, :]
+    state_offs = offs_k[:, None] * V + offs_v[None, :]
+    state_ptr += head * K * V + state_offs
+    source = tl.load(state_src_ptr + row).to(tl.int64) * slot_stride
+    DTYPE: tl.constexpr = state_ptr.dtype.element_ty
+    resumed = in_state & (tl.load(starts_ptr + row) > 0)
+    state = tl.load(state_ptr + source, mask=resumed, other=0.0)
+    state = state.to(tl.float32)
+    # A row without a whole chunk has its last grid point at its start.
+    if (snapshot > 0) & (length < GRID):
+        tl.store(state_ptr + snapshot * slot_stride, state.to(DTYPE), mask=in_state)
+    for c in range(tl.cdiv(length, GRID)):
+        token_mask = (c * GRID + offs_t < length)[:, None]
+        token = (begin + c * GRID + offs_t)[:, None]
+        mask_k = token_mask & (offs_k < K)[None, :]
+        mask_v = token_mask & (offs_v < V)[None, :]
+        block = (first_chunk + c) * HV + head
+        tl.store(chunk_states_ptr + block * K * V + state_offs, state.to(DTYPE), mask=in_state)
+        inputs_row = inputs_ptr + token * (2 * HK * K + HV * V)
+        k_ptrs = inputs_row + (HV * V + k_head * K) + offs_k[None, :]
+        k = tl.load(k_ptrs, mask=mask_k, other=0.0)
+        x = tl.load(inputs_row + head * V + offs_v[None, :], mask=mask_v, other=0.0)
+        v_new = x * tl.load(dt_ptr + block * GRID + offs_t)[:, None]
+        g_cumsum = tl.load(g_cumsum_ptr + block * GRID + offs_t)
+        g_last = tl.load(g_cumsum_ptr + block * GRID + GRID - 1)
+        k_decayed = tl.trans(k * tl.exp(g_last - g_cumsum)[:, None])
+        state = state * tl.exp(g_last) + tl.dot(k_decayed, v_new, input_precision=PRECISION)
+        # Every chunk ends on the absolute grid or at the row's end, so rounding here does not
+        # depend on how a prompt is split into steps.
+        state = state.to(DTYPE).to(tl.float32)
+        if (snapshot > 0) & (c + 1 == length // GRID):
+            tl.store(state_ptr + snapshot * slot_stride, state.to(DTYPE), mask=in_state)
+    tl.store(state_ptr + slot * slot_stride, state.to(DTYPE), mask=in_state)
+
+
+@triton.jit
+def load_by_sectors(
+    ptr, row_stride, row_mask, width, ROWS: tl.constexpr, BLOCK: tl.constexpr, SECTOR: tl.constexpr
+):
+    """Load a tile [ROWS, BLOCK] of rows row_stride apart: `width` columns, 0 for masked rows."""
+    # A warp loads one sector of each of 16 rows. A right operand of tl.dot is stored transposed in
+    # shared memory; with this order of threads no two lanes of a warp write to the same bank.
+    row = tl.arange(0, ROWS)[:, None, None]
+    sector = tl.arange(0, BLOCK // SECTOR)[None, :, None]
+    column = sector * SECTOR + tl.arange(0, SECTOR)[None, None, :]
+    mask = row_mask[:, None, None] & (column < width)
+    ptrs = ptr + row * row_stride + column
+    return tl.reshape(tl.load(ptrs, mask=mask, other=0.0), (ROWS, BLOCK))
 
 
 @triton.jit

@@ -13,11 +13,11 @@ from lockstep.kernels.mamba2.chunk_kernels import (
     chunk_inputs_kernel,
     chunk_output_kernel,
     chunk_scores_kernel,
+    chunk_state_kernel,
 )
 from lockstep.kernels.mamba2.step_kernels import step_inputs_kernel
 from lockstep.kernels.recurrent.chunk import (
     PromptRows,
-    carry_states,
     dot_precision,
     list_chunks,
     save_raw_inputs,
@@ -152,9 +152,10 @@ def mamba2_chunk_triton(
     blocks = block_sizes(sizes, STATE_VALUES)
     number = architecture.sm_number(mixed.device)
     stages = _state_stages(blocks, precision, inputs.itemsize, number)
-    chunk_states = carry_states(
-        inputs, None, steps, g_cumsum, state, rows, first_chunks, k_channel=heads * p, v_channel=0,
-        options=blocks | products | dict(num_stages=stages),
+    chunk_states = inputs.new_empty(n, *state.recurrent.shape[1:], dtype=state.recurrent.dtype)
+    chunk_state_kernel[(len(starts) * heads, triton.cdiv(p, blocks["BLOCK_V"]))](
+        inputs, steps, g_cumsum, state.recurrent, chunk_states, *rows, first_chunks,
+        state.recurrent.stride(0), **sizes, **blocks, num_stages=stages, **products,
     )  # fmt: skip
     blocks = block_sizes(sizes, OUT_VALUES)
     chunk_output_kernel[(n, heads, triton.cdiv(p, blocks["BLOCK_V"]))](
