@@ -173,8 +173,8 @@ def gated_delta_chunk_triton(
     )  # fmt: skip
     intra_chunk_kernel[(n, hv)](
         inputs, b, a, weights.a_log, weights.dt_bias, cu_seqlens, chunks, u, w, scores, g_cumsum,
-        b.stride(0), a.stride(0), **_operand_sizes(sizes, MAX_DIM), SIDE=SIDE, num_warps=INTRA_WARPS,
-        **products,
+        b.stride(0), a.stride(0), **_operand_sizes(sizes, MAX_DIM), SIDE=SIDE,
+        num_warps=INTRA_WARPS, **products,
     )  # fmt: skip
     blocks = _operand_sizes(sizes, STATE_VALUES)
     # Bytes of one stage: w and k, u, and g_cumsum. Triton allocates up to as much again for the
