@@ -30,6 +30,7 @@ h1 { font-size: 1.5rem; margin: 0 0 .75rem; } h2 { font-size: 1.15rem; margin: 2
 .wide { overflow-x: auto; } table { border-collapse: collapse; margin: .5rem 0;
   font-variant-numeric: tabular-nums; } th, td { text-align: left; padding: .25rem .75rem;
   border-bottom: 1px solid var(--line); vertical-align: top; } th { font-weight: 600; }
+th, td:nth-child(-n + 2) { white-space: nowrap; }
 .fault b { color: var(--bad); } .warning b { color: var(--warn); }
 .soft, figcaption { color: var(--soft); font-size: .9rem; }
 ul { padding-left: 1.2rem; margin: .25rem 0; } figure { margin: .75rem 0; overflow-x: auto; }

@@ -12,6 +12,7 @@ from lockstep.probe.http import (
     FAULTS,
     OVERLOADED,
     REFUSED,
+    SERVER_ERROR,
     BudgetSpentError,
     Failure,
     Server,
@@ -138,4 +139,6 @@ def refusal(answers: Sequence[Answer]) -> Failure | None:
     if not answers or any(answer.ok for answer in answers):
         return None
     failure = answers[0].failure
-    return failure if failure is not None and failure.kind == REFUSED else None
+    # Some servers answer 500 to a field that they do not know.
+    unsupported = failure is not None and failure.kind in (REFUSED, SERVER_ERROR)
+    return failure if unsupported else None

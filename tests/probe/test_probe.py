@@ -148,6 +148,15 @@ def test_unsupported_feature_is_told_by_the_servers_error() -> None:
     assert tools.unsupported == {"tools": "status 400: tools need --tool-parser"}
 
 
+def test_field_that_gets_status_500_is_not_supported() -> None:
+    """The failure is a fault as well."""
+    with wrong_server("no schemas") as (url, _):
+        report = probe(url, "json")
+    protocol, section = report.sections
+    assert "response_format json_schema" in section.unsupported
+    assert [f.name for f in protocol.findings] == ["the server answers with status 5xx"]
+
+
 def test_budget_of_requests_and_seconds() -> None:
     with wrong_server("") as (url, state):
         report = probe(url, limits=Limits(50, 60, 20, 0, None))

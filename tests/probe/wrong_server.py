@@ -289,6 +289,8 @@ def respond(handler: BaseHTTPRequestHandler, state: State, body: dict[str, Any])
         return answer(handler, 400, {"error": {"message": why}})
     if state.wrong == "no tools" and "tools" in body:
         return answer(handler, 400, {"error": {"message": "tools need --tool-parser"}})
+    if state.wrong == "no schemas" and "json_schema" in body.get("response_format", {}):
+        return answer(handler, 500, {"error": {"message": "unknown type json_schema"}})
     if TRANSPORT.get(state.wrong, lambda *_: False)(handler, state, body):
         return None
     if state.wrong == "batch":
