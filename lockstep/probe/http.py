@@ -25,6 +25,8 @@ MAX_RETRIES = 3
 """Maximum repeats of a request that got 429 or 503."""
 MAX_RETRY_AFTER = 20.0
 """Maximum seconds to wait before a repeat, whatever Retry-After says."""
+MIN_SECTION = 60.0
+"""Minimum seconds of a section, unless the whole budget ends before."""
 EXCERPT = 200
 """Characters of a server's text that a report quotes."""
 
@@ -77,9 +79,10 @@ class Budget:
             self.used += 1
 
     def begin_section(self, share: float) -> None:
-        """Give the next section this share of the remaining seconds."""
+        """Give the next section this share of the remaining seconds, or MIN_SECTION of them."""
         now = time.monotonic()
-        self.section_deadline = now + share * max(self.deadline - now, 0.0)
+        # A small share would end a section of a slow server before its first answer.
+        self.section_deadline = now + max(share * (self.deadline - now), MIN_SECTION)
 
 
 @dataclass(frozen=True)
