@@ -152,7 +152,8 @@ class Server:
         try:
             self._client = httpx.Client(
                 headers=self._headers,
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=8),
+                # A kept connection that the server closes meanwhile would look like a fault.
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
                 verify=ssl.create_default_context(),
                 trust_env=False,
                 follow_redirects=False,

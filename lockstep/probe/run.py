@@ -3,11 +3,12 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from lockstep.errors import ConfigError, choice_error
 from lockstep.probe.http import Budget, BudgetSpentError, Server
 from lockstep.probe.report import Section, ServerReport
-from lockstep.probe.sections import SECTIONS
+from lockstep.probe.sections import SECTIONS, drift
 from lockstep.probe.session import Session
 
 
@@ -92,6 +93,8 @@ def _run_sections(
         session.stopped = None
         # Drift is last, and its minutes are part of the whole budget.
         is_drift = section.name == "drift"
+        if is_drift:
+            budget.max_requests += ceil(drift.REQUESTS_PER_MINUTE * session.minutes)
         budget.begin_section(1.0 if is_drift else weights[index] / sum(weights[index:]))
         try:
             SECTIONS[section.name].run(session, section)

@@ -2,9 +2,10 @@
 
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from itertools import takewhile
+from typing import Any, cast
 
 from lockstep.errors import ConfigError
 from lockstep.probe.answers import Answer, read_answer
@@ -114,24 +115,46 @@ class Session:
     def ask_all(self, requests: Sequence[dict[str, Any]], concurrency: int) -> list[Answer]:
         """Send requests at the same time; each is the keyword arguments of `ask`.
 
-        Answers keep the order. Raises BudgetSpentError after the running requests ended.
+        Answers keep the order. If the budget ends, the answers up to the first missing one are
+        returned, and `stopped` says why. Raises BudgetSpentError if there is none.
         """
-        with ThreadPoolExecutor(concurrency) as pool:
-            futures = [pool.submit(self.ask, **request) for request in requests]
-            # In order of sending: an answer that came early waits for the earlier ones.
-            answers = []
-            spent: BudgetSpentError | None = None
-            for future in futures:
+        answers: list[Answer | None] = [None] * len(requests)
+        errors: list[Exception] = []
+        indices = deque(range(len(requests)))
+
+        def work() -> None:
+            while not errors:
                 try:
-                    answers.append(future.result())
-                except BudgetSpentError as error:
-                    spent = error
-                    self.stopped = str(error)
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    break
-        if spent is not None and not answers:
-            raise spent
-        return answers
+                    index = indices.popleft()
+                except IndexError:
+                    return
+                try:
+                    answers[index] = self.ask(**requests[index])
+                except Exception as error:
+                    errors.append(error)
+
+        # Daemons: after Ctrl-C the process must not wait for replies of a silent server.
+        threads = [
+            threading.Thread(target=work, daemon=True)
+            for _ in range(min(concurrency, len(requests)))
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except KeyboardInterrupt:
+            indices.clear()
+            raise
+        unexpected = [error for error in errors if not isinstance(error, BudgetSpentError)]
+        if unexpected:
+            raise unexpected[0]
+        if errors:
+            self.stopped = str(errors[0])
+        in_order = list(takewhile(lambda answer: answer is not None, answers))
+        if errors and not in_order:
+            raise errors[0]
+        return cast(list[Answer], in_order)
 
 
 def refusal(answers: Sequence[Answer]) -> Failure | None:

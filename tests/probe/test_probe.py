@@ -2,8 +2,10 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
@@ -166,6 +168,49 @@ def test_budget_of_requests_and_seconds() -> None:
         assert "not complete: Determinism" in report.verdict
         report = probe(url, limits=Limits(400, 0.5, 20, 0, None))
         assert report.seconds < 5 and any(s.stopped for s in report.sections)
+
+
+def test_ctrl_c_leaves_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sections before it have their results; the status is 130."""
+
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(SECTIONS, "stop", SECTIONS["stop"]._replace(run=interrupt))
+    with wrong_server("") as (url, _):
+        shown = run("--url", url, "--sections", "logprobs,stop,needle", "--json")
+    assert shown.exit_code == 130
+    result = json.loads(shown.stdout)
+    assert result["interrupted"] and result["requests"] == 8
+    states = {section["name"]: section["state"] for section in result["sections"]}
+    assert states == {"logprobs": "no findings", "stop": "not run", "needle": "not run"}
+
+
+def test_ctrl_c_does_not_wait_for_running_requests() -> None:
+    """A server that answers nothing for a minute does not hold the probe."""
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep.probe",
+        "--sections",
+        "repetition",
+        "--timeout",
+        "60",
+    ]
+    with wrong_server("silent") as (url, state):
+        with subprocess.Popen(
+            [*command, "--url", url, "--json"], cwd=ROOT, stdout=subprocess.PIPE
+        ) as running:
+            deadline = time.monotonic() + 60
+            while state.running < 2 and time.monotonic() < deadline:
+                time.sleep(0.02)
+            started = time.monotonic()
+            running.send_signal(signal.SIGINT)
+            output, _ = running.communicate(timeout=60)
+        seconds = time.monotonic() - started
+        state.wrong = ""
+    assert running.returncode == 130 and json.loads(output)["interrupted"]
+    assert seconds < 20
 
 
 def test_key_is_sent_and_never_shown(tmp_path: Path) -> None:

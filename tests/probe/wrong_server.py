@@ -370,7 +370,15 @@ def _busy(handler: BaseHTTPRequestHandler, state: State, body: dict[str, Any]) -
     return False
 
 
+def _silent(handler: BaseHTTPRequestHandler, state: State, body: dict[str, Any]) -> bool:
+    """Answer long requests only after the test."""
+    while body["max_tokens"] > 100 and state.wrong == "silent":
+        time.sleep(0.02)
+    return False
+
+
 TRANSPORT = {
+    "silent": _silent,
     "html": _html,
     "broken stream": _broken_stream,
     "endless": _endless,

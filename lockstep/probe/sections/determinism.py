@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.probe.answers import Answer
+from lockstep.probe.http import BudgetSpentError
 from lockstep.probe.report import Section, Table
 from lockstep.probe.session import Session
 from lockstep.probe.texts import first_difference, gap_at, mean
@@ -150,23 +151,20 @@ def _after_aborts(session: Session, requests: list[dict[str, Any]]) -> list[Answ
     """Close the streams of two neighbours while each request runs, and ask again afterwards."""
     answers = []
     for request in requests:
-        running = [
-            threading.Thread(target=_abort, args=(session, neighbour)) for neighbour in NEIGHBOURS
+        neighbours = [
+            threading.Thread(target=_abort, args=(session, prompt), daemon=True)
+            for prompt in NEIGHBOURS
         ]
-        for thread in running:
+        for thread in neighbours:
             thread.start()
-        try:
-            answers += session.ask_all([request], 1)
-        finally:
-            for thread in running:
-                thread.join()
+        answers += session.ask_all([request], 1)
+        for thread in neighbours:
+            thread.join()
     return answers
 
 
 def _abort(session: Session, prompt: str) -> None:
     """Read three events of a stream and close it."""
-    from lockstep.probe.http import BudgetSpentError
-
     try:
         session.ask(prompt, stream=True, max_tokens=200, keep=lambda events: events < 3)
     except BudgetSpentError:

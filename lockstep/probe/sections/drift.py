@@ -11,6 +11,8 @@ INTERVAL = 5.0
 """Minimum seconds between two rounds."""
 PROMPTS = ("List the first 20 primes.", "Write a paragraph about a harbour.")
 MAX_TOKENS = 64
+REQUESTS_PER_MINUTE = (len(PROMPTS) + 1) * 60 / INTERVAL
+"""Requests that --minutes adds to --requests; one of each round reads /metrics."""
 SLOWER = 0.7
 """Speed of the last quarter relative to the first, below which it is a finding."""
 METRIC = re.compile(
