@@ -107,7 +107,8 @@ class Session:
             return
         for violation in answer.violations:
             self.protocol.fault(violation, f"model {self.model}")
-        if answer.tokens is not None and answer.tokens > max_tokens:
+        # A wrong limit that the server ignores is the protocol section's warning.
+        if answer.tokens is not None and answer.tokens > max_tokens > 0:
             self.protocol.fault(
                 "an answer is longer than max_tokens", f"{answer.tokens} tokens > {max_tokens}"
             )

@@ -4,7 +4,6 @@ from typing import Any
 
 from lockstep.probe.report import Section
 from lockstep.probe.session import Session, refusal
-from lockstep.probe.texts import first_difference
 
 PROMPTS = ("List the first 15 primes.", "Write two sentences about a river.")
 MAX_TOKENS = 64
@@ -38,7 +37,9 @@ def run(session: Session, section: Section) -> None:
             expected = base.text[: base.text.index(stop)]
             if stop in answer.text:
                 section.fault("an answer contains its stop string", where)
-            elif first_difference(expected, answer.text) is not None:
+            elif not expected.startswith(answer.text) and not answer.text.startswith(expected):
+                section.warn("an answer changes when a stop string is given", where)
+            elif expected != answer.text:
                 detail = f"{where}, expected the end {expected[-40:]!r}"
                 section.warn("an answer does not end at its stop string", detail)
             elif answer.finish_reason != "stop":
