@@ -1,4 +1,4 @@
-"""Draw docs/images/playground-*.png and probe-*.png: the playground and a probe's report.
+"""Draw docs/images/playground-*.png and probe.png: the playground and a probe's report.
 
 Both show a server with the bundled model: compared with itself, and probed.
 
@@ -57,25 +57,25 @@ def write_report(url: str, path: Path) -> None:
     assert done.returncode in (0, 1), "the server could not be probed"
 
 
-def draw_report(browser: Browser, report: Path, scheme: str, path: Path) -> None:
+def draw_report(browser: Browser, report: Path, path: Path) -> None:
     """Draw the first screen of a report."""
-    page = browser.new_page(viewport=SIZE, color_scheme=scheme)  # type: ignore[arg-type]
+    page = browser.new_page(viewport=SIZE)
     page.goto(report.absolute().as_uri())
     page.screenshot(path=path)
     page.close()
 
 
 def main() -> None:
-    """Draw the pictures in light and dark."""
+    """Draw the pictures, the playground in light and dark."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else IMAGES
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     with TemporaryDirectory() as reports, served() as url, sync_playwright() as playwright:
         report = Path(reports) / "probe.html"
         write_report(url, report)
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        draw_report(browser, report, folder / "probe.png")
         for scheme in ("light", "dark"):
             draw(browser, url, scheme, folder / f"playground-{scheme}.png")
-            draw_report(browser, report, scheme, folder / f"probe-{scheme}.png")
 
 
 if __name__ == "__main__":
