@@ -77,6 +77,11 @@ class PlainRuns:
         self._runs = 0
         self._token_bytes: list[bytes] = []
 
+    @property
+    def has_adapters(self) -> bool:
+        """Return whether an engine with adapters can be built."""
+        return self._build_adapted is not None
+
     def of(self, adapter: str) -> "PlainRuns":
         """Return the plain runs of an adapter: these for the base model."""
         if adapter == self.adapter:

@@ -110,16 +110,16 @@ class CoveringArray:
         """
         fits = self._fitting(fixed)
         numbers = np.flatnonzero(fits)
-        left = self.uncovered[np.ix_(*[numbers] * self.strength)]
+        remaining = self.uncovered[np.ix_(*[numbers] * self.strength)]
         if self.strength == 2:
             state = self.values.state[numbers]
-            urgent = left & (state[:, None] | state)
-            left = urgent if urgent.any() else left
-        places = np.flatnonzero(left)
-        if not len(places):
+            urgent = remaining & (state[:, None] | state)
+            remaining = urgent if urgent.any() else remaining
+        indices = np.flatnonzero(remaining)
+        if not len(indices):
             return ()
-        place = int(places[self.rng.randrange(len(places))])
-        return tuple(int(numbers[i]) for i in np.unravel_index(place, left.shape))
+        index_of_tuple = int(indices[self.rng.randrange(len(indices))])
+        return tuple(int(numbers[i]) for i in np.unravel_index(index_of_tuple, remaining.shape))
 
     def _fitting(self, fixed: Sequence[int]) -> Bools:
         """Return the mask [N] of the values that may be in a row with all fixed ones."""
@@ -179,10 +179,10 @@ class CoveringArray:
     def _score(self, number: int, present: list[int], fits: Bools) -> tuple[float, float]:
         """Return the score of adding a value to a row, and the weight of its new tuples."""
         if self.strength == 2:
-            left = self.uncovered[number]
+            remaining = self.uncovered[number]
             weights = self._weights[number]
-            new = float(weights[present][left[present]].sum())
-            potential = float(weights[left & fits].sum())
+            new = float(weights[present][remaining[present]].sum())
+            potential = float(weights[remaining & fits].sum())
         else:
             plane = self.uncovered[number]
             new = float(plane[np.ix_(present, present)].sum()) / 2

@@ -53,8 +53,8 @@ class InjectedError(RuntimeError):
 class FailingStep(StepObserver):
     """Observer that raises once: before or after the launch of a step, counted from 0."""
 
-    def __init__(self, place: str, step: int) -> None:
-        self.place = place
+    def __init__(self, point: str, step: int) -> None:
+        self.point = point
         self.step = step
         self.count = 0
         self.has_raised = False
@@ -74,10 +74,10 @@ class FailingStep(StepObserver):
         """Raise InjectedError where results are read, if the step was launched."""
         self._raise_if(AT_RESULTS)
 
-    def _raise_if(self, place: str) -> None:
-        if place == self.place and not self.has_raised and self.count >= self.step:
+    def _raise_if(self, point: str) -> None:
+        if point == self.point and not self.has_raised and self.count >= self.step:
             self.has_raised = True
-            raise InjectedError(f"the scenario makes the engine raise {place}")
+            raise InjectedError(f"the scenario makes the engine raise {point}")
 
 
 @dataclass
@@ -182,7 +182,7 @@ class Driver:
         except InjectedError:
             self.events[FAILED_STEPS] += 1
             for request_id in self.scheduler.begun():
-                self._latest[request_id].events.add(("failure", self.failing.place))
+                self._latest[request_id].events.add(("failure", self.failing.point))
             for request in self.engine.recover():
                 raise InvariantError(f"a failed step ended {request.id}: {request.error}") from None
             return
@@ -235,7 +235,7 @@ class Driver:
     @contextmanager
     def _failing(self) -> Iterator[None]:
         """Make the scenario's step raise in the context."""
-        if self.failing.place == NO_FAILURE:
+        if self.failing.point == NO_FAILURE:
             yield
             return
         worker = worker_of(self.engine)

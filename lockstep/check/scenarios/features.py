@@ -381,13 +381,14 @@ def feature_table(
     has_state: bool,
     has_text: bool,
     has_thoughts: bool,
+    has_adapters: bool = True,
 ) -> FeatureTable:
     """Return the features of a check.
 
     models, numerics: checkpoints and their formats that the check may build. drafters: drafters
     that the served checkpoint supports. graphs: graph modes of the device. has_state: the served
     model has recurrent layers. has_text: it has a tokenizer. has_thoughts: it has a chat template
-    and a parser of thoughts.
+    and a parser of thoughts. has_adapters: engines with LoRA adapters can be built.
     """
     names = (NO_DRAFTER, oracle_drafter.NAME, *drafters)
     allowed: dict[str, tuple[str, ...]] = {
@@ -398,16 +399,9 @@ def feature_table(
     }
     if "suffix" not in names:
         allowed["answers kept"] = ("many",)
+    if not has_adapters:
+        allowed |= {"adapters": ("no",), "adapter": ("none",)}
     only_served = allowed["model"] == (SERVED,)
-    extra: tuple[Exclusion, ...] = ()
-    if not only_served and has_state:
-        extra = (
-            _excludes(
-                ("drafter", "mtp"),
-                ("snapshots", NO_STATE),
-                "the attention-only model has no MTP",
-            ),
-        )
     if only_served:
         allowed["snapshots"] = ("16", "2", "1", "0") if has_state else (NO_STATE,)
     if only_served and not has_state:
@@ -424,9 +418,23 @@ def feature_table(
     features = tuple(
         replace(feature, values=allowed.get(feature.name, feature.values)) for feature in FEATURES
     )
-    exclusions = [
+    return FeatureTable(features, _exclusions(drafters, has_state, only_served))
+
+
+def _exclusions(
+    drafters: Sequence[str], has_state: bool, only_served: bool
+) -> tuple[Exclusion, ...]:
+    """Return the exclusions of a check. The arguments are those of feature_table().
+
+    only_served: the check has no companions.
+    """
+    names = (NO_DRAFTER, oracle_drafter.NAME, *drafters)
+    no_mtp = _excludes(
+        ("drafter", "mtp"), ("snapshots", NO_STATE), "the attention-only model has no MTP"
+    )
+    exclusions: list[Exclusion] = [
         *EXCLUSIONS,
-        *extra,
+        *([] if only_served or not has_state else [no_mtp]),
         _excludes(
             ("drafts", "0"),
             ("drafter", names[1:]),
@@ -470,4 +478,4 @@ def feature_table(
             else "a model without state has no snapshot",
         ),
     ]
-    return FeatureTable(features, tuple(exclusions))
+    return tuple(exclusions)

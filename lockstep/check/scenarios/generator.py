@@ -99,6 +99,7 @@ class ScenarioGenerator:
             has_state=plain.llm.engine.plan.num_slots > 0,
             has_text=plain.llm.tokenizer is not None,
             has_thoughts=closing_tag(plain.llm) is not None,
+            has_adapters=plain.has_adapters,
         )
         # A step of the served model takes several times as long as one of a companion.
         costly = [("model", SERVED)] if companions else []
@@ -172,9 +173,9 @@ class ScenarioGenerator:
         warm: list[WarmPrefix],
     ) -> Limits:
         """Return the limits of a scenario. Its cache has pages for its longest request at least."""
-        least = max(-(-(len(r.prompt) + r.params["max_tokens"]) // PAGE) for r in requests)
-        least = max([least, *(len(w.prompt) // PAGE + 1 + w.tokens // PAGE for w in warm)])
-        pages = {"all": MAX_PAGES, "one spare": least + 1, "least": least}[values["pages"]]
+        min_pages = max(-(-(len(r.prompt) + r.params["max_tokens"]) // PAGE) for r in requests)
+        min_pages = max([min_pages, *(len(w.prompt) // PAGE + 1 + w.tokens // PAGE for w in warm)])
+        pages = {"all": MAX_PAGES, "one spare": min_pages + 1, "least": min_pages}[values["pages"]]
         rows = values["rows"]
         failure = values["failure"]
         chunk = values["chunk"]

@@ -151,7 +151,7 @@ class Resumption:
 class CheckedScheduler(Scheduler):
     """Scheduler that checks the invariants of each of its schedules.
 
-    returns: how a preempted request gets a row again, by request id; AT_ONCE for others. Memory
+    returns: how a preempted request gets a row again, by request id; AT_ONCE for other_rows. Memory
     seems short to it for as long as that needs. returned: how requests returned, by id.
     resumptions: cached prefixes of admitted requests, by id.
     """
@@ -192,12 +192,12 @@ class CheckedScheduler(Scheduler):
         wanted = self.returns.get(request_id, AT_ONCE)
         if wanted == LATER and self.ticks <= tick + HELD_TICKS:
             return False
-        others = [free for free in self.free_rows if free != row]
+        other_rows = [free for free in self.free_rows if free != row]
         if wanted == ANOTHER_ROW and row in self.free_rows:
-            if not others and self.ticks <= tick + HELD_TICKS:
+            if not other_rows and self.ticks <= tick + HELD_TICKS:
                 return False
             # The last row of the stack is taken next.
-            self.free_rows = [row, *others]
+            self.free_rows = [row, *other_rows]
         if not super()._start(plan, entry):
             return False
         ways = self.returned.setdefault(request_id, set())

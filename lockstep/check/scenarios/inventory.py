@@ -50,10 +50,10 @@ def _references(item: object) -> list[object]:
         values.pop("_buffers", None)
         values.pop("_parameters", None)
     names = [name for kind in type(item).__mro__ for name in _slots(kind)]
-    found = [*values.values(), *(getattr(item, name) for name in names if hasattr(item, name))]
+    references = [*values.values(), *(getattr(item, name) for name in names if hasattr(item, name))]
     if hasattr(item, "func") and hasattr(item, "args"):
-        found += [item.func, item.args, getattr(item, "keywords", None)]
-    return found
+        references += [item.func, item.args, getattr(item, "keywords", None)]
+    return references
 
 
 def _slots(kind: type) -> tuple[str, ...]:

@@ -76,13 +76,13 @@ class MetTuples:
 
     def unmet(self) -> list[str]:
         """Return tuples that were not met and why, at most MAX_LISTED."""
-        left = self.plan_of.feasible & ~self.met
+        unmet = self.plan_of.feasible & ~self.met
         lines = []
-        for place in np.argwhere(left):
-            if list(place) != sorted(place):
+        for numbers in np.argwhere(unmet):
+            if list(numbers) != sorted(numbers):
                 continue
-            why = "did not occur" if self.planned[tuple(place)] else "not planned at this size"
-            lines.append(f"{self._text(place)}: {why}")
+            why = "did not occur" if self.planned[tuple(numbers)] else "not planned at this size"
+            lines.append(f"{self._text(numbers)}: {why}")
             if len(lines) == MAX_LISTED:
                 break
         return lines
@@ -123,5 +123,5 @@ class MetTuples:
             "features": features,
         }
 
-    def _text(self, place: Iterable[int]) -> str:
-        return ", ".join(" ".join(self.values.names[i]) for i in place)
+    def _text(self, numbers: Iterable[int]) -> str:
+        return ", ".join(" ".join(self.values.names[i]) for i in numbers)

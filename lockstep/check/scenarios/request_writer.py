@@ -147,8 +147,8 @@ class RequestWriter:
         aborted = values["aborted"]
         forced = 0
         if values["forced"] != "none":
-            most = draft.params["max_tokens"]
-            forced = most if values["forced"] == "all" else rng.randrange(1, most + 1)
+            max_forced = draft.params["max_tokens"]
+            forced = max_forced if values["forced"] == "all" else rng.randrange(1, max_forced + 1)
         request = ScenarioRequest(
             draft.prompt,
             draft.params,
@@ -309,18 +309,18 @@ class RequestWriter:
         rng = draft.rng
         length = len(draft.prompt)
         size = draft.values["answer size"]
-        room = MAX_MODEL_LEN - length
+        max_output_tokens = MAX_MODEL_LEN - length
         if size == "1":
             return 1
         if size == "cut":
             return CUT_TOKENS
         if size == "past 64":
-            return min(rng.choice(LONG), room)
+            return min(rng.choice(LONG), max_output_tokens)
         if size == "past a page end":
-            return min(PAGE - length % PAGE + rng.choice((0, 1, 3)), room)
+            return min(PAGE - length % PAGE + rng.choice((0, 1, 3)), max_output_tokens)
         if draft.values["grammar"] != "off" or draft.thinks:
-            return min(rng.choice(GRAMMAR_TOKENS), room)
-        return min(rng.choice(SHORT), room)
+            return min(rng.choice(GRAMMAR_TOKENS), max_output_tokens)
+        return min(rng.choice(SHORT), max_output_tokens)
 
     def _is_accepted(self, draft: Draft) -> bool:
         """Return whether the engine accepts it: some parameters together ban all tokens."""
@@ -341,8 +341,11 @@ class RequestWriter:
             ("allowed ids", ("allowed_token_ids",)),
             ("grammar", ("structured_outputs",)),
         ):
-            room = MAX_MODEL_LEN - len(draft.prompt)
-            params = {**draft.params, "max_tokens": min(draft.params["max_tokens"], room)}
+            max_output_tokens = MAX_MODEL_LEN - len(draft.prompt)
+            params = {
+                **draft.params,
+                "max_tokens": min(draft.params["max_tokens"], max_output_tokens),
+            }
             answers = self.runs(draft).answers(
                 draft.prompt, SamplingParams(**params), draft.conversation
             )
@@ -461,11 +464,11 @@ def _stops(writer: RequestWriter, draft: Draft) -> None:
     first = 0
     if stop == "ids":
         tokens = writer.output(draft, draft.params).tokens
-        places = [i for i in range(1, len(tokens)) if tokens[i] not in tokens[:i]]
-        if not places:
+        positions = [i for i in range(1, len(tokens)) if tokens[i] not in tokens[:i]]
+        if not positions:
             draft.refused.add("stop")
             return
-        chosen = sorted(rng.sample(places, min(len(places), rng.choice((1, 1, 2)))))
+        chosen = sorted(rng.sample(positions, min(len(positions), rng.choice((1, 1, 2)))))
         draft.params["stop_token_ids"] = [tokens[i] for i in chosen]
         draft.params["ignore_eos"] = True
         first = chosen[0]
@@ -476,16 +479,16 @@ def _stops(writer: RequestWriter, draft: Draft) -> None:
             return
         begin = rng.randrange(1, len(text) - 2)
         # The other string never occurs: the search has several strings.
-        others = ["\N{SNOWMAN}"] if rng.random() < 0.4 else []
-        draft.params["stop"] = [text[begin : begin + rng.randrange(2, 8)], *others]
+        absent = ["\N{SNOWMAN}"] if rng.random() < 0.4 else []
+        draft.params["stop"] = [text[begin : begin + rng.randrange(2, 8)], *absent]
         draft.params["include_stop_str_in_output"] = rng.random() < 0.5
         draft.params["ignore_eos"] = draft.is_usual("grammar")
         first = begin // 3
     if not draft.is_usual("min_tokens", "0"):
         some = max(1, first + rng.choice((0, 0, 0, 1, -1, -2)))
         # max_model_len may cut the answer.
-        room = MAX_MODEL_LEN - len(draft.prompt)
-        draft.params["min_tokens"] = min(some, draft.params["max_tokens"], room)
+        max_output_tokens = MAX_MODEL_LEN - len(draft.prompt)
+        draft.params["min_tokens"] = min(some, draft.params["max_tokens"], max_output_tokens)
 
 
 def _grammar(writer: RequestWriter, draft: Draft) -> None:

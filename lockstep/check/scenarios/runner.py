@@ -146,10 +146,10 @@ class ScenarioRunner:
 
     def _completions(self, scenario: Scenario, plain: PlainRuns) -> list[Progress]:
         """Create the completions of all requests, with what the scenario does to them."""
-        made = []
+        progresses = []
         for index, request in enumerate(scenario.requests):
             for number, completion in enumerate(self._made(scenario, index, plain)):
-                made.append(
+                progresses.append(
                     Progress(
                         index,
                         number,
@@ -160,7 +160,7 @@ class ScenarioRunner:
                         request.again,
                     )
                 )
-        return made
+        return progresses
 
     def _made(self, scenario: Scenario, index: int, plain: PlainRuns) -> list[Completion]:
         """Create the completions of one request."""
