@@ -90,6 +90,7 @@ class CoveringArray:
         self.uncovered: Bools = ok.copy()
         if strength == 3:
             self.uncovered = ok[:, :, None] & ok[:, None, :] & ok[None, :, :]
+        self._had: Bools = np.zeros(len(ok), np.bool_)
         self._weights = np.ones(ok.shape, np.float32)
         state = self.values.state
         self._weights[state[:, None] | state] = STATE_WEIGHT
@@ -101,20 +102,23 @@ class CoveringArray:
 
     def cover(self, row: Sequence[int]) -> None:
         """Mark all tuples of a row as covered."""
+        self._had[list(row)] = True
         self.uncovered[np.ix_(*[list(row)] * self.strength)] = False
 
     def next_tuple(self, fixed: Sequence[int]) -> Row:
         """Return a tuple that is not covered and fits the fixed values, () if there is none.
 
-        Tuples that touch state come first.
+        Tuples of a value that no row had come first, then those that touch state.
         """
         fits = self._fitting(fixed)
         numbers = np.flatnonzero(fits)
         remaining = self.uncovered[np.ix_(*[numbers] * self.strength)]
         if self.strength == 2:
-            state = self.values.state[numbers]
-            urgent = remaining & (state[:, None] | state)
-            remaining = urgent if urgent.any() else remaining
+            for preferred in (~self._had[numbers], self.values.state[numbers]):
+                urgent = remaining & (preferred[:, None] | preferred)
+                if urgent.any():
+                    remaining = urgent
+                    break
         indices = np.flatnonzero(remaining)
         if not len(indices):
             return ()

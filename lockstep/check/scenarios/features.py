@@ -457,6 +457,11 @@ def _exclusions(
         ),
         _excludes(
             ("snapshots", NO_STATE),
+            ("numerics", "bf16 state"),
+            "a model without state has no snapshot",
+        ),
+        _excludes(
+            ("snapshots", NO_STATE),
             ("prefix", "without a snapshot"),
             "a model without state has no snapshot",
         ),
