@@ -141,7 +141,7 @@ def _run(
         raise
     transport, processor, facts, rates = loaded
     limits = replace(options.limits, max_running=facts.plan.max_num_seqs)
-    options = replace(options, limits=limits)
+    options = replace(options, limits=limits, replacements=facts.replacements)
     client = AsyncEngine(transport)
     client.start()
     try:

@@ -172,6 +172,8 @@ class Gemm(Weight):
         kind = type(self.quantized).__name__ if quantized else ""
         self.linear = build.linear_op(linear, n=n, k=k, quantized=kind)
         build.choices[-1].storage_format = _describe(row_groups, dequantized=not quantized)
+        if quantized and build.needs:
+            build.needs[-1] = replace(build.needs[-1], layout=row_groups[0][0])
 
     def finish(self) -> None:
         """Finish the weight and prepack it on a CPU.

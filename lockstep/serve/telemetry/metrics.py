@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from lockstep.config import EngineConfig, Plan
 from lockstep.engine.stats import DecodeStep, Stats
+from lockstep.kernels.selection import Replacement
 from lockstep.serve.telemetry.request_record import RequestRecord
 from lockstep.worker.roofline import StepFloors
 
@@ -186,6 +187,7 @@ class Metrics:
 
     floors: roofline times of the engine's steps; None where they are not known.
     cache: settings of the cache: see cache_config().
+    replacements: of backends that doctor found sick.
     """
 
     def __init__(
@@ -194,6 +196,7 @@ class Metrics:
         prefix: Prefix = "lockstep",
         floors: StepFloors | None = None,
         cache: Mapping[str, str] | None = None,
+        replacements: Sequence[Replacement] = (),
     ) -> None:
         self.floors = floors
         self.registry = CollectorRegistry()
@@ -213,6 +216,7 @@ class Metrics:
             for name in ("kv_cache_usage_perc", *(["gpu_cache_usage_perc"] if is_vllm else []))
         ]
         self._add_constants(cache or {}, adapters=is_vllm)
+        self._add_replacements(replacements)
         self._counters = {k: self._new(Counter, n, h) for k, (n, h) in _COUNTERS.items()}
         self._floor = self._new(
             Counter, "decode_step_floor_seconds", "Roofline time of the decode steps."
@@ -284,6 +288,19 @@ class Metrics:
             none = {"running_lora_adapters": "", "waiting_lora_adapters": "", "max_lora": "0"}
             info = self._new(Gauge, "lora_requests_info", "LoRA adapters: none.", *none)
             info.labels(model_name=self._model, **none).set(1)
+
+    def _add_replacements(self, replacements: Sequence[Replacement]) -> None:
+        """Add the replaced kernels, and what each costs where that was measured."""
+        labels = ("op", "replaced", "backend")
+        description = "Kernel backends that doctor found sick, with their replacements."
+        replaced = self._new(Gauge, "kernel_replaced_info", description, *labels)
+        description = "Time of a replacement relative to the replaced kernel backend."
+        slowdown = self._new(Gauge, "kernel_replacement_slowdown", description, *labels)
+        for one in replacements:
+            values = (self._model, one.op, one.replaced, one.backend)
+            replaced.labels(*values).set(1)
+            if one.slowdown is not None:
+                slowdown.labels(*values).set(one.slowdown)
 
     def observe(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
