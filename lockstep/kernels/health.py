@@ -10,6 +10,8 @@ import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from hashlib import sha256
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ def machine(device: str) -> dict[str, str]:
     versions = {"torch": torch.__version__, "lockstep": __version__}
     if device.partition(":")[0] != "cuda":
         names = {"device": platform.machine(), "isa": torch.backends.cpu.get_cpu_capability()}
+        if find_spec("numba"):
+            names["numba"] = version("numba")
         return names | versions
     import triton
 

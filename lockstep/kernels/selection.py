@@ -1,8 +1,9 @@
 """Choice of a backend for each op of a layer: by traits, by the user, by what doctor examined.
 
-All backends of an op that `choose` may pick give equal bits on one device (the reduction tree is
-part of the op's definition), so a choice changes the speed and no answer. A backend that promises
-no reduction tree (cuBLAS, and the reference on a GPU) is never a replacement.
+All backends of an op that `choose` may pick on a GPU give equal bits (the reduction tree is part of
+the op's definition), so a choice changes the speed and no answer. On a CPU Numba kernels have other
+trees than the other backends: a choice between the two is part of the numerics (redefined()). A
+backend that promises no tree (cuBLAS, and the reference on a GPU) is never a replacement.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,6 +17,8 @@ from lockstep.kernels.backends import all_ops
 from lockstep.kernels.registry import Op
 
 DOCTOR = "lockstep doctor"
+NUMBA = "numba"
+"""Backend whose reduction trees differ from those of the other backends of a CPU."""
 PROBED = "cublas"
 """Backend of linear that is chosen by a probe on the GPU, next to the backend `triton`."""
 
@@ -99,6 +102,13 @@ class KernelSelection:
         replaced, finding = next(iter(sick.items()))
         slowdown = self.slowdown(op.name, replaced, name)
         return name, refused, Replacement(op.name, replaced, name, str(finding), slowdown)
+
+    def redefined(self, op: Op, name: str, **traits: Any) -> bool:
+        """Return whether a backend has other bits than the one that serves by default."""
+        if not self.forced and not self.health:
+            return False
+        default = op.choose(**traits)
+        return name != default and NUMBA in (name, default)
 
     def finding(self, op: str, backend: str) -> str | None:
         """Return what doctor found wrong with a backend; None if healthy or not examined."""

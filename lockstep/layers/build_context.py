@@ -79,7 +79,8 @@ class BuildContext:
     state_dtype: dtype of recurrent state between steps. group: the tensor-parallel ranks. adapters:
     those that linear layers make room for. shards, quantized_shards: of the parameters and
     quantized weights that are cut across ranks, by their id(). kernels: rules by which backends are
-    chosen. needs: kernels of the layers. replacements: of sick backends.
+    chosen. needs: kernels of the layers. replacements: of sick backends. redefined: "op=backend"
+    of backends with other bits than those that serve by default.
     """
 
     device: str
@@ -106,6 +107,7 @@ class BuildContext:
     kernels: KernelSelection = DEFAULT
     needs: list[KernelNeed] = field(default_factory=list)
     replacements: list[Replacement] = field(default_factory=list)
+    redefined: set[str] = field(default_factory=set)
     memory_budget: MemoryBudget = field(init=False)
 
     def __post_init__(self) -> None:
@@ -187,6 +189,8 @@ class BuildContext:
         self.needs.append(KernelNeed(op.name, traits))
         if replacement is not None and replacement not in self.replacements:
             self.replacements.append(replacement)
+        if self.kernels.redefined(op, name, **traits):
+            self.redefined.add(f"{op.name}={name}")
         run = op.backends[name].run
         return self.kernels.wrapped(run, op.name, name, self.layer, self.device)
 

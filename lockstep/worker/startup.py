@@ -160,8 +160,10 @@ class WorkerStartup:
 
     def plan(self, fit: MemoryFit) -> Plan:
         """Return the plan of all ranks. fit: the smallest of their fits."""
+        redefined = "".join(f"/{choice}" for choice in sorted(self.build.redefined))
+        limits = replace(fit.limits, numerics=fit.limits.numerics + redefined)
         return Plan(
-            **vars(fit.limits),
+            **vars(limits),
             num_pages=fit.num_pages,
             page_bytes=self.cost.page,
             num_slots=fit.num_slots,

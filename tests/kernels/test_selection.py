@@ -5,6 +5,7 @@ import torch
 
 from lockstep import LLM, SamplingParams
 from lockstep.errors import ConfigError, KernelError
+from lockstep.kernels.backends import uses_numba
 from lockstep.kernels.norm import rms_norm
 from lockstep.kernels.selection import KernelSelection, Replacement, check_forced
 
@@ -18,8 +19,21 @@ def tokens(**settings: object) -> list[int]:
 
 
 def test_backends_by_hand_and_waits_change_no_token() -> None:
-    by_hand = dict(kernels={"linear": "reference"}, sync_kernels=True)
+    by_hand = dict(kernels={"gated_delta_step": "reference"}, sync_kernels=True)
     assert tokens(**by_hand) == tokens()
+
+
+def test_backends_with_other_bits_are_part_of_the_numerics() -> None:
+    """On a CPU Numba kernels have other reduction trees than the other backends."""
+    plan = LLM(skip_tokenizer_init=True).engine.plan
+    same = LLM(skip_tokenizer_init=True, kernels={"gated_delta_step": "reference"}).engine.plan
+    assert same.fingerprint == plan.fingerprint
+    other = LLM(skip_tokenizer_init=True, kernels={"linear": "cpu"}).engine.plan
+    if uses_numba(torch.float32):
+        assert other.numerics == f"{plan.numerics}/linear=cpu"
+        assert other.fingerprint != plan.fingerprint
+    else:
+        assert other.fingerprint == plan.fingerprint
 
 
 @pytest.mark.parametrize(
