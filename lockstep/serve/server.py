@@ -313,9 +313,8 @@ def serve(
     """
     model_name, *aliases = model_names
     configure_logs(options.log_format, options.log_requests)
-    metrics = Metrics(
-        model_name, options.metrics_prefix, floors, cache, adapters, options.replacements
-    )
+    metrics = Metrics(model_name, options.metrics_prefix, floors, cache, adapters)
+    metrics.add_replacements(options.replacements)
     on_record = [metrics.observe, log_request, *([traces.record] if traces else ())]
     service = Service(
         client,

@@ -84,7 +84,8 @@ def test_lines_of_the_system_have_a_remedy_where_not_all_is_well(
 
 
 def test_metrics_name_replacements_and_their_cost() -> None:
-    metrics = Metrics("a model", replacements=[REPLACEMENT])
+    metrics = Metrics("a model")
+    metrics.add_replacements([REPLACEMENT])
     from prometheus_client import generate_latest
 
     text = generate_latest(metrics.registry).decode()

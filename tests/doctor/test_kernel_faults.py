@@ -94,12 +94,9 @@ def sick_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Register faulty backends of rms_norm in this process too, preferred to healthy ones."""
     from tests.doctor import faulty_backends
 
-    before = {
-        name: backend
-        for name, backend in rms_norm.backends.items()
-        if name not in faulty_backends.FAULTS
-    }
-    monkeypatch.setattr(rms_norm, "backends", before)
+    for name in faulty_backends.FAULTS:
+        rms_norm.backends.pop(name, None)  # importing them registered them, for other tests too
+    monkeypatch.setattr(rms_norm, "backends", dict(rms_norm.backends))
     for name in ("healthy", "one_ulp_at_odd_rows", "aborts"):
         rms_norm.backend(name, supports=lambda **traits: None)(faulty_backends.FAULTS[name])
     yield

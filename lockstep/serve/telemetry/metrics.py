@@ -200,7 +200,6 @@ class Metrics:
 
     floors: roofline times of the engine's steps; None where they are not known.
     cache: settings of the cache: see cache_config(). adapters: names of the LoRA adapters.
-    replacements: of backends that doctor found sick.
     """
 
     def __init__(
@@ -210,7 +209,6 @@ class Metrics:
         floors: StepFloors | None = None,
         cache: Mapping[str, str] | None = None,
         adapters: Collection[str] = (),
-        replacements: Sequence[Replacement] = (),
     ) -> None:
         self.floors = floors
         self.registry = CollectorRegistry()
@@ -232,7 +230,6 @@ class Metrics:
         self._add_cache_info(cache or {})
         if is_vllm:
             self._add_vllm_constants(adapters)
-        self._add_replacements(replacements)
         self._counters = {k: self._new(Counter, n, h) for k, (n, h) in _COUNTERS.items()}
         self._former_counters = {
             key: self._new(Counter, name, _COUNTERS[key][1])
@@ -328,7 +325,7 @@ class Metrics:
         for name, value in _SLEEP_STATES.items():
             state.labels(self._model, name).set(value)
 
-    def _add_replacements(self, replacements: Sequence[Replacement]) -> None:
+    def add_replacements(self, replacements: Sequence[Replacement]) -> None:
         """Add the replaced kernels, and what each costs where that was measured."""
         labels = ("op", "replaced", "backend")
         description = "Kernel backends that doctor found sick, with their replacements."
