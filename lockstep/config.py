@@ -94,11 +94,29 @@ def _adapter_path(entry: Any) -> tuple[Any, Any] | None:
     return (entry["name"], entry["path"]) if isinstance(entry["name"], str) else None
 
 
+def backends_by_op(value: Any) -> Any:
+    """Return the backend of each op by its name, from OP=BACKEND or a list of such texts.
+
+    Anything else is returned unchanged, for the type to refuse.
+    """
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",")]
+    if not isinstance(value, list | tuple):
+        return value
+    pairs = [one.partition("=") for one in value if isinstance(one, str)]
+    backends = {op: backend for op, equals, backend in pairs if equals}
+    return backends if len(backends) == len(value) else value
+
+
 AdapterName = Annotated[str, Field(min_length=1, max_length=256)]
 AdapterPaths = Annotated[
     dict[AdapterName, Annotated[str, Field(min_length=1, max_length=4096), PATH_TO_TEXT]],
     Field(max_length=MAX_ADAPTERS),
     BeforeValidator(adapter_paths),
+]
+KernelName = Annotated[str, Field(min_length=1, max_length=64)]
+Kernels = Annotated[
+    dict[KernelName, KernelName], Field(max_length=64), BeforeValidator(backends_by_op)
 ]
 ModelName = Annotated[str, Field(min_length=1), PATH_TO_TEXT]
 KVCacheDtype = Annotated[str, AfterValidator(_known_format)]
@@ -252,6 +270,17 @@ class EngineConfig(Settings):
     audit: bool = setting(
         False,
         "compare the row tables of all tensor-parallel ranks every 16 steps",
+        remedy=_CHOOSE_ONE,
+    )
+    kernels: Kernels | None = setting(
+        None,
+        "backends of ops as OP=BACKEND, used wherever they serve, e.g. paged_attention=triton",
+        allowed="OP=BACKEND, each op once; lockstep explain shows ops and backends",
+        remedy="Correct the list, or leave it out.",
+    )
+    sync_kernels: bool = setting(
+        False,
+        "wait for the device after every op and name the op that failed; slow, without graphs",
         remedy=_CHOOSE_ONE,
     )
     row_buckets: RowBuckets | None = setting(

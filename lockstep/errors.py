@@ -7,6 +7,7 @@ LockstepError
 |   +-- ContextLengthError   its prompt is longer than the context
 +-- CapacityError     not enough memory
 +-- CaptureError      compilation, allocation or synchronization inside of a captured step
++-- KernelError       failure of a kernel, found by waiting for every op (sync_kernels)
 +-- ComputeError      repeated failure of the engine while it ran one request, which ended
 +-- EngineDeadError   the engine loop ended with an error; no request can be served
 """
@@ -44,6 +45,10 @@ class CapacityError(LockstepError, RuntimeError):
 
 class CaptureError(LockstepError, RuntimeError):
     """Compilation, allocation or synchronization where a captured or dry step forbids it."""
+
+
+class KernelError(LockstepError, RuntimeError):
+    """Failure of a kernel. The message names op, backend, layer and shapes."""
 
 
 class ComputeError(LockstepError, RuntimeError):

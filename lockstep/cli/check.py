@@ -35,6 +35,7 @@ USER_SETTINGS = (
     "mamba_ssm_cache_dtype",
     "skip_tokenizer_init",
     "speculative_config",
+    "kernels",
 )
 """Settings that the user may choose; a check varies the others itself.
 

@@ -12,7 +12,7 @@ import typer
 from lockstep.cache.events_config import KVEventsConfig
 from lockstep.cli.vllm.command import panel_of
 from lockstep.cli.vllm.read import CONFIG
-from lockstep.config import EngineConfig, adapter_paths
+from lockstep.config import EngineConfig, adapter_paths, backends_by_op
 from lockstep.errors import ConfigError, brief, choice_error
 from lockstep.sampling_params import SamplingParams
 from lockstep.serve.settings import ServerSettings
@@ -138,7 +138,7 @@ def _option_type(field: Field[Any], hint: Any) -> tuple[Any, Any]:
         return str | None, None
     if field.name == "kv_cache_dtype_skip_layers":
         return str, ""
-    if field.name == "lora_modules":
+    if field.name in ("kernels", "lora_modules"):
         return list[str] | None, None
     if get_origin(hint) is Literal:
         return str, field.default
@@ -270,7 +270,15 @@ def read_skip_layers(value: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in value.split(",")) if value else ()
 
 
+def read_kernels(value: list[str] | None) -> Any:
+    """Parse --kernels OP=BACKEND, which may be repeated and may list several, comma-separated."""
+    if value is None:
+        return None
+    return backends_by_op([part.strip() for one in value for part in one.split(",")])
+
+
 READERS: dict[str, Callable[[Any], Any]] = {
+    "kernels": read_kernels,
     "kv_cache_dtype_skip_layers": read_skip_layers,
     "lora_modules": adapter_paths,
     "row_buckets": read_row_buckets,

@@ -147,7 +147,7 @@ def _run(
         raise
     transport, processor, facts, rates = loaded
     limits = replace(options.limits, max_running=facts.plan.max_num_seqs)
-    options = replace(options, limits=limits)
+    options = replace(options, limits=limits, replacements=facts.replacements)
     if publisher is not None:
         publisher.start(BlockFormat.of(facts.plan))
     client = AsyncEngine(transport, publisher=publisher)

@@ -41,9 +41,11 @@ def load(settings: dict[str, Any], quiet: bool = False) -> "LLM":
 
 
 def show_start(facts: "Facts") -> None:
-    """Print the summary of an engine, and notes on how its memory was planned."""
+    """Print the summary of an engine, notes on its memory plan, and replaced backends."""
     for line in (summary(facts), *facts.plan.memory_notes):
         note(line)
+    for replacement in facts.replacements:
+        note(f"{replacement}.", "yellow")
 
 
 def summary(facts: "Facts") -> str:

@@ -80,8 +80,8 @@ class Attention(nn.Module):
         scale_tensors = build.module_tensors("k_proj", "v_proj")
         other = None if build.weight_format is None else build.weight_format.other_kv
         self.static = StaticScales(build.path, self.kv_format, scale_tensors, other)
-        self.rope = build.op(rope_and_cache, head_dim=head_dim, quantizers=quantizers)
-        sizes = dict(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+        sizes = dict(heads=heads, kv_heads=kv_heads, head_dim=head_dim, gated=gated)
+        self.rope = build.op(rope_and_cache, **sizes, quantizers=quantizers)
         self.attend = build.op(paged_attention, **sizes, quantizers=quantizers)
 
     def write_cache(self, x: Tensor, ctx: StepContext) -> None:

@@ -27,6 +27,7 @@ from lockstep.kernels.linear import draft_linear
 from lockstep.kernels.linear.probe import Probed
 from lockstep.kernels.norm import add_rms_norm
 from lockstep.kernels.sampling import LogitShard
+from lockstep.kernels.selection import DEFAULT, KernelSelection, Replacement
 from lockstep.layers.adapters import NO_ADAPTERS, AdapterTable
 from lockstep.layers.exchange import Exchange
 from lockstep.layers.kv_format import LayerKVFormats
@@ -51,6 +52,18 @@ class BackendChoice:
     storage_format: str = ""
 
 
+@dataclass(frozen=True)
+class KernelNeed:
+    """Kernel that a layer needs: an op and the traits by which its backend is chosen.
+
+    layout: storage of a quantized weight, None for a plain one.
+    """
+
+    op: str
+    traits: dict[str, Any]
+    layout: Layout | None = None
+
+
 @dataclass
 class BuildContext:
     """Device, dtype and checkpoint of a model under construction.
@@ -65,7 +78,9 @@ class BuildContext:
     GPU that is not present, such as 86; None for the device's. kv: KV cache format of each layer.
     state_dtype: dtype of recurrent state between steps. group: the tensor-parallel ranks. adapters:
     those that linear layers make room for. shards, quantized_shards: of the parameters and
-    quantized weights that are cut across ranks, by their id().
+    quantized weights that are cut across ranks, by their id(). kernels: rules by which backends are
+    chosen. needs: kernels of the layers. replacements: of sick backends. redefined: "op=backend"
+    of backends with other bits than those that serve by default.
     """
 
     device: str
@@ -89,6 +104,10 @@ class BuildContext:
     quantized_shards: dict[int, QuantizedShard] = field(default_factory=dict)
     choices: list[BackendChoice] = field(default_factory=list)
     probed: dict[tuple[int, int, torch.dtype], Probed] = field(default_factory=dict)
+    kernels: KernelSelection = DEFAULT
+    needs: list[KernelNeed] = field(default_factory=list)
+    replacements: list[Replacement] = field(default_factory=list)
+    redefined: set[str] = field(default_factory=set)
     memory_budget: MemoryBudget = field(init=False)
 
     def __post_init__(self) -> None:
@@ -165,10 +184,15 @@ class BuildContext:
         traits = {"device": self.device, "dtype": self.dtype, **traits}
         if self.arch is not None:
             traits["arch"] = self.arch
-        name = op.choose(**traits)
-        refused = {n: why for n, why in op.explain(**traits).items() if why is not None}
+        name, refused, replacement = self.kernels.choose(op, **traits)
         self.choices.append(BackendChoice(self.layer, op.name, name, refused))
-        return op.backends[name].run
+        self.needs.append(KernelNeed(op.name, traits))
+        if replacement is not None and replacement not in self.replacements:
+            self.replacements.append(replacement)
+        if self.kernels.redefined(op, name, **traits):
+            self.redefined.add(f"{op.name}={name}")
+        run = op.backends[name].run
+        return self.kernels.wrapped(run, op.name, name, self.layer, self.device)
 
     def exchange(self, columns: Columns, rows: int = 1, act: Activation | None = None) -> Gather:
         """Return the function that gathers these columns: [T, this rank's] -> [T, all].
@@ -250,7 +274,7 @@ class BuildContext:
             return draft_linear
         exact = self.op(op, n=n, k=k, quantized=quantized)
         self.choices[-1].size = f"{n}x{k}"
-        if self.choices[-1].backend != "triton":
+        if self.choices[-1].backend != "triton" or not self.kernels.probes_cublas(op):
             return exact
         fast = op.backends["cublas"].run
         return self.probed.setdefault((n, k, self.dtype), Probed(exact, fast))

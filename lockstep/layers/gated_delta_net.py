@@ -101,7 +101,7 @@ class GatedDeltaNet(nn.Module):
         self.norm = GatedRMSNorm(build, value_dim, eps)
         self.out = PartialLinear(build, value_columns, {"out_proj": Columns.of(hidden)})
         traits = dict(key_dim=key_dim, value_dim=value_dim, key_heads=key_heads, kernel=kernel)
-        traits.update(value_heads=value_heads)
+        traits.update(value_heads=value_heads, window=build.window)
         self.step_op = build.op(gated_delta_step, **traits)
         self.chunk_op = build.op(gated_delta_chunk, **traits)
 

@@ -63,8 +63,8 @@ class AbsorbedHeads(nn.Module):
         for part in self.quantized_parts:
             layout = build.layout(self.module.whole)
             build.cut_quantized(part, layout, self.module.ranges, self.module.whole_outputs)
-        self.query = build.op(head_linear, inputs=plain, outputs=latent)
-        self.out = build.op(head_linear, inputs=latent, outputs=value)
+        self.query = build.op(head_linear, heads=heads, inputs=plain, outputs=latent)
+        self.out = build.op(head_linear, heads=heads, inputs=latent, outputs=value)
 
     def absorb(self, q: Tensor) -> Tensor:
         """Return the query in latent space: q [T, H, N] -> [T, H, C]."""
@@ -157,7 +157,9 @@ class LatentAttention(nn.Module):
         self.out = PartialLinear(build, values, {"o_proj": Columns.of(outputs)})
         sizes = dict(latent=latent, rope=turned)
         quantizers = None if self.quantizer is None else (self.quantizer,)
-        self.rope = build.op(latent_rope_and_cache, **sizes, quantizers=quantizers)
+        self.rope = build.op(
+            latent_rope_and_cache, heads=self.heads, plain=plain, **sizes, quantizers=quantizers
+        )
         self.attend = build.op(latent_attention, heads=self.heads, **sizes, quantizers=quantizers)
 
     def write_cache(self, x: Tensor, ctx: StepContext) -> None:

@@ -174,6 +174,8 @@ class Gemm(Weight):
         prepacks = build.device == "cpu" and build.exact
         self.prepack = prepack_class(choice.backend) if prepacks else None
         choice.storage_format = _describe(row_groups, dequantized=not quantized)
+        if quantized:
+            build.needs[-1] = replace(build.needs[-1], layout=row_groups[0][0])
 
     def finish(self) -> None:
         """Finish the weight and prepack it on a CPU.

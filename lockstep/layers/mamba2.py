@@ -83,6 +83,7 @@ class Mamba2(nn.Module):
         outputs = {"out_proj": Columns.of(hidden)}
         self.out = PartialLinear(build, self.inner_columns, outputs, bias=bias)
         traits = dict(heads=heads, head_dim=head_dim, groups=groups, state_dim=state_dim)
+        traits.update(window=build.window)
         self.step_op = build.op(mamba2_step, **traits, kernel=kernel)
         self.chunk_op = build.op(mamba2_chunk, **traits, kernel=kernel)
 

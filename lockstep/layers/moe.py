@@ -296,7 +296,7 @@ class MoE(nn.Module):
             groups=routing.groups, top_groups=routing.top_groups, dtype=router.dtype,
             act=self.act, shared_dtype=build.dtype,
         )  # fmt: skip
-        self.route = build.op(route_op, experts=self.experts)
+        self.route = build.op(route_op, experts=self.experts, top_k=self.top_k)
 
     def _build_experts(
         self, build: BuildContext, inner: int, width: int, names: tuple[str, ...]
@@ -310,8 +310,9 @@ class MoE(nn.Module):
         self.down = ExpertWeight(*sizes, inner, {down_name: Columns.of(width)}, "down_proj")
         self.gather_inner = build.exchange(Columns.of(inner), rows=self.top_k)
         quantized = self.up.weight is None or self.down.weight is None
+        shape = dict(hidden=width, inner=inner, act=self.act)
         self.mlp_op = build.op(
-            experts_op, experts=self.experts, top_k=self.top_k, quantized=quantized
+            experts_op, experts=self.experts, top_k=self.top_k, quantized=quantized, **shape
         )
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:

@@ -21,6 +21,7 @@ from fastapi import FastAPI
 
 from lockstep.engine.engine_loop import keep_from_collection
 from lockstep.errors import ConfigError, EngineDeadError
+from lockstep.kernels.selection import Replacement
 from lockstep.serve.app import CrossOrigin, create_app
 from lockstep.serve.http.access import AccessRules
 from lockstep.serve.http.connections import MAX_DROPPED_BYTES, BoundedProtocol
@@ -140,6 +141,7 @@ class Options:
     metrics_prefix: beginning of the names in /metrics.
     log_requests: log a line for every request.
     log_stats: log a line of throughput every STATS_SECONDS while there is work.
+    replacements: of sick kernel backends, for /metrics.
     """
 
     rules: AccessRules = field(default_factory=AccessRules)
@@ -158,6 +160,7 @@ class Options:
     log_format: LogFormat = "text"
     log_requests: bool = False
     log_stats: bool = True
+    replacements: tuple[Replacement, ...] = ()
 
 
 class _Server(uvicorn.Server):
@@ -311,6 +314,7 @@ def serve(
     model_name, *aliases = model_names
     configure_logs(options.log_format, options.log_requests)
     metrics = Metrics(model_name, options.metrics_prefix, floors, cache, adapters)
+    metrics.add_replacements(options.replacements)
     on_record = [metrics.observe, log_request, *([traces.record] if traces else ())]
     service = Service(
         client,

@@ -18,7 +18,9 @@ from lockstep.errors import ConfigError
 from lockstep.kernels.backends import load as load_backends
 from lockstep.kernels.backends import uses_numba
 from lockstep.kernels.formats.kv.table import kv_format
+from lockstep.kernels.health import read_health
 from lockstep.kernels.sampling import LogitShard
+from lockstep.kernels.selection import KernelSelection, check_forced
 from lockstep.layers.adapters import NO_ADAPTERS
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.kv_format import LayerKVFormats
@@ -144,7 +146,8 @@ def step_limits(
         row_buckets=pick_row_buckets(config, device, rows),
         draft_lengths=drafting.draft_lengths if drafting else (0,),
         has_predictions=drafting is not None and drafting.method == prediction.METHOD,
-        graph_mode=config.cuda_graph_mode if cuda else "none",
+        # A wait for the device cannot be captured.
+        graph_mode=config.cuda_graph_mode if cuda and not config.sync_kernels else "none",
         steps_in_flight=config.steps_in_flight or (GPU_STEPS_IN_FLIGHT if cuda else 1),
         numerics=(
             assumed_numerics or numerics(device, dtype, weight_format, *_kept_as(config, dtype))
@@ -248,6 +251,31 @@ def prepare_device(device: str) -> None:
         return
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def select_kernels(config: EngineConfig, device: str) -> KernelSelection:
+    """Return the rules of backends: the user's, then those of doctor's results for this machine.
+
+    Call after prepare_device(). Raises ConfigError for an unknown op or backend.
+    """
+    forced = dict(config.kernels or {})
+    check_forced(forced)
+    return KernelSelection(forced, read_health(device), config.sync_kernels)
+
+
+def check_served(build: BuildContext) -> None:
+    """Raise ConfigError where a backend that the user named serves no layer of the model."""
+    for op, backend in build.kernels.forced.items():
+        chosen = [choice for choice in build.choices if choice.op == op]
+        if any(choice.backend == backend for choice in chosen):
+            continue
+        refused = [choice.refused[backend] for choice in chosen if backend in choice.refused]
+        why = f"it serves no layer: {refused[0]}" if refused else "no layer has this op"
+        used = ", ".join(sorted({choice.backend for choice in chosen})) or "none"
+        raise ConfigError(
+            f"kernels={op}={backend} is not allowed with this model on {build.device}: {why}; "
+            f"allowed: {used}. Name a backend that serves, or leave it out."
+        )
 
 
 def build_models(

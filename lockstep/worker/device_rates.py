@@ -67,7 +67,7 @@ def rates_of(device: str) -> Rates | None:
     if device == "cuda" and "H200" in torch.cuda.get_device_name():
         return H200
     try:
-        return _measured(device)
+        return measured_rates(device)
     except torch.OutOfMemoryError:
         return None
     finally:
@@ -75,7 +75,7 @@ def rates_of(device: str) -> Rates | None:
             torch.cuda.empty_cache()
 
 
-def _measured(device: str) -> Rates:
+def measured_rates(device: str) -> Rates:
     """Measure the memory rate of a device."""
     size = COPIED_BYTES[device]
     source = torch.ones(size, dtype=torch.uint8, device=device)

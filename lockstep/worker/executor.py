@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from lockstep.config import EngineConfig, Plan
 from lockstep.kernels.exchange import exchange
+from lockstep.kernels.selection import Replacement
 from lockstep.models.loader import LoadResult
 from lockstep.scheduling.grammar import FillMasks, MaskQuery
 from lockstep.scheduling.schedule import Results, Schedule
@@ -41,6 +42,7 @@ class Facts:
     vocab_size: int
     fingerprint: str
     costs: StepCosts
+    replacements: tuple[Replacement, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class InProcessExecutor:
         self.loaded = startup.loaded
         self._choices = startup.build.choices
         self._notes = startup.notes
+        self._replacements = tuple(startup.build.replacements)
         self._costs = StepCosts.of(
             startup.model, startup.draft, passes_of(config.speculative_config)
         )
@@ -113,6 +116,7 @@ class InProcessExecutor:
             self.vocab_size,
             self.plan.fingerprint,
             self._costs,
+            self._replacements,
         )
 
     def execute(self, schedule: Schedule, fill_masks: FillMasks) -> LaunchedSchedule:
@@ -180,7 +184,7 @@ class InProcessExecutor:
         return {
             "layers": [vars(choice) for choice in self._choices],
             "ranks": explain_ranks(ranks, self._costs, self.plan, ", ".join(backends)),
-            "notes": list(self._notes),
+            "notes": [*self._notes, *map(str, self._replacements)],
         }
 
 

@@ -23,6 +23,7 @@ from lockstep.worker.build import (
     Progress,
     build_models,
     build_program,
+    check_served,
     draft_costs,
     find_model,
     kv_layers,
@@ -30,6 +31,7 @@ from lockstep.worker.build import (
     pick_device,
     prepare_device,
     probe_linears,
+    select_kernels,
     sized,
     state_dtype,
     step_limits,
@@ -123,6 +125,7 @@ class WorkerStartup:
             state_dtype=state_dtype(config),
             group=group,
             adapters=adapter_table(read_adapters(config.lora_modules)),
+            kernels=select_kernels(config, self.device),
         )
         self.model: Any
         self.model, self.draft, self.loaded = build_models(
@@ -157,8 +160,10 @@ class WorkerStartup:
 
     def plan(self, fit: MemoryFit) -> Plan:
         """Return the plan of all ranks. fit: the smallest of their fits."""
+        redefined = "".join(f"/{choice}" for choice in sorted(self.build.redefined))
+        limits = replace(fit.limits, numerics=fit.limits.numerics + redefined)
         return Plan(
-            **vars(fit.limits),
+            **vars(limits),
             num_pages=fit.num_pages,
             page_bytes=self.cost.page,
             num_slots=fit.num_slots,
@@ -175,6 +180,7 @@ class WorkerStartup:
     def start(self, plan: Plan, progress: Progress) -> tuple[Worker, dict[tuple[int, int], float]]:
         """Allocate the cache and warm up -> the worker, and (rows, drafts) -> ms of a step."""
         program = self._program_of(plan)
+        check_served(self.build)
         probe_linears(self.build, self.model, plan)
         if self.device == "cuda":
             torch.cuda.empty_cache()  # a probe does not free its copies of weights

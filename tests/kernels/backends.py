@@ -1,8 +1,6 @@
 """The backends that these tests run, the devices they run on, and the transfer of arguments to
 them."""
 
-import copy
-import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,10 +12,13 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels import Op
+from lockstep.kernels.arguments import fresh, outputs, place, same_bits, tensors_of
 from lockstep.kernels.backends import all_ops, layer_traits, load, load_cases
 from lockstep.kernels.exchange import exchange, exchange_add_rms_norm
 from lockstep.kernels.registry import Backend as Implementation
 
+__all__ = ["left", "same_bits", "tensors_of"]  # tests import them from here
+left = outputs
 load()
 EXCHANGES = (exchange, exchange_add_rms_norm)
 OPS = tuple(op for op in all_ops().values() if op not in EXCHANGES)
@@ -30,11 +31,6 @@ CPU = (*EXACT, NUMBA)
 interpreter."""
 INTERPRETED = "triton"
 GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-NULL_LINES = {"gated_delta_chunk": ("state",), "mamba2_chunk": ("state",)}
-"""Op -> arguments whose line 0 has undefined contents after a call.
-
-The padded rows of a step all write their state to the null slot, which nothing reads.
-"""
 
 
 @dataclass(frozen=True)
@@ -91,22 +87,14 @@ class Backend:
 
     def place(self, value: Any) -> Any:
         """Return the arguments on this backend's device; tensors there are not copied."""
-        if isinstance(value, Tensor):
-            return value.to(self.device)
-        if isinstance(value, dict):
-            return {name: self.place(part) for name, part in value.items()}
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            parts = {f.name: self.place(getattr(value, f.name)) for f in dataclasses.fields(value)}
-            return type(value)(**parts)
-        return value
+        return place(value, self.device)
 
     def fresh(
         self, arguments: dict[str, Any], names: Iterable[str] | None = None
     ) -> dict[str, Any]:
         """Return the arguments on this backend's device, copied: all of them, or those of these
         names."""
-        chosen = arguments if names is None else {name: arguments[name] for name in names}
-        return self.place(arguments | copy.deepcopy(chosen))
+        return fresh(arguments, self.device, names)
 
 
 def backends(*interpreted_marks: pytest.MarkDecorator, op: Op | None = None) -> list[Any]:
@@ -144,19 +132,6 @@ def _param(backend: Backend, *marks: pytest.MarkDecorator) -> Any:
     return pytest.param(backend, id=str(backend), marks=marks)
 
 
-def tensors_of(*values: Any) -> list[Tensor]:
-    """Return all tensors in tensors, state dataclasses and tuples, in order."""
-    results: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            results.append(value)
-        elif isinstance(value, tuple):
-            results.extend(tensors_of(*value))
-        elif dataclasses.is_dataclass(value):
-            results.extend(tensors_of(*(getattr(value, f.name) for f in dataclasses.fields(value))))
-    return results
-
-
 def written(op: Op, arguments: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that the op writes in place."""
     return tensors_of(*(arguments[name] for name in op.writes))
@@ -165,22 +140,3 @@ def written(op: Op, arguments: dict[str, Any]) -> list[Tensor]:
 def read_only(op: Op, arguments: dict[str, Any]) -> dict[str, list[Tensor]]:
     """Return the tensors of each argument that the op must not change."""
     return {name: tensors_of(x) for name, x in arguments.items() if name not in op.writes}
-
-
-def left(op: Op, result: Any, arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the outputs of a call by name: results, then in-place arguments without NULL_LINES."""
-    results = {f"result {i}": x for i, x in enumerate(tensors_of(result))}
-    for name in op.writes:
-        first = 1 if name in NULL_LINES.get(op.name, ()) else 0
-        parts = tensors_of(arguments[name])
-        results |= {f"{name} {i}": x[first:] for i, x in enumerate(parts)}
-    return results
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return True if the tensors are equal element for element, with NaN equal to NaN."""
-    a = a.detach().cpu()
-    b = b.detach().cpu()
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())

@@ -29,17 +29,15 @@ from lockstep.kernels.norm import rms_norm
 from lockstep.kernels.recurrent.cases import Dims
 from lockstep.kernels.rotary import rope_and_cache
 from lockstep.kernels.route import route
+from lockstep.kernels.row_subsets import ROWS, count, take
 from lockstep.kernels.sampling import sample
 from tests.kernels.adversarial import (
-    ROWS,
-    count,
     harden_values,
     pad_with_poison,
     permute_storage,
     repeat_rows,
     restore_storage,
     storage,
-    take,
 )
 from tests.kernels.backends import CPU, Backend, of_every_op, same_bits, tensors_of
 

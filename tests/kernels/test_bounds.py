@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.attention import paged_attention
+from lockstep.kernels.canaries import MARGIN, Canaries
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
 from lockstep.kernels.latent_attention import latent_attention
 from lockstep.kernels.mamba2 import mamba2_chunk, mamba2_step
 from lockstep.kernels.sampling import sample
 from tests.kernels.backends import left, of_every_op, same_bits
-from tests.kernels.canaries import MARGIN, Canaries
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 INTERPRETED = {

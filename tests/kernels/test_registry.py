@@ -11,7 +11,7 @@ import torch
 import lockstep.kernels
 from lockstep.errors import ConfigError
 from lockstep.kernels import Op, backends, op
-from tests.kernels.adversarial import ROWS
+from lockstep.kernels.row_subsets import ROWS
 from tests.kernels.backends import EXCHANGES, OPS
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.kernels.canaries import Canaries
 from lockstep.kernels.sampling import (
     ALLOWED,
     BIAS,
@@ -19,7 +20,6 @@ from lockstep.kernels.sampling import (
 from lockstep.kernels.sampling.cases import FAULTS, batch, faulty
 from lockstep.kernels.sampling.reference import MANY
 from tests.kernels.backends import Backend, backends, same_bits
-from tests.kernels.canaries import Canaries
 
 BACKENDS = backends()[1:]
 SLOW_BACKENDS = backends(pytest.mark.slow)[1:]

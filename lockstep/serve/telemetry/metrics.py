@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from lockstep.config import EngineConfig, Plan
 from lockstep.engine.stats import DecodeStep, Stats
+from lockstep.kernels.selection import Replacement
 from lockstep.serve.telemetry.request_record import RequestRecord
 from lockstep.worker.roofline import StepFloors
 
@@ -222,19 +223,13 @@ class Metrics:
             "Memory bandwidth for roofline times; 0 where it is not known.",
         )
         rate.labels(model_name).set(floors.rates.memory if floors else 0)
-        self._usages = [
-            self._new(Gauge, name, "Used fraction of pages.")
-            for name in ("kv_cache_usage_perc", *(["gpu_cache_usage_perc"] if is_vllm else []))
-        ]
+        names = ("kv_cache_usage_perc", *(["gpu_cache_usage_perc"] * is_vllm))
+        self._usages = [self._new(Gauge, name, "Used fraction of pages.") for name in names]
         self._add_cache_info(cache or {})
         if is_vllm:
             self._add_vllm_constants(adapters)
         self._counters = {k: self._new(Counter, n, h) for k, (n, h) in _COUNTERS.items()}
-        self._former_counters = {
-            key: self._new(Counter, name, _COUNTERS[key][1])
-            for key, name in _FORMER_COUNTERS.items()
-            if is_vllm
-        }
+        self._former_counters = self._new_former_counters() if is_vllm else {}
         self._hit_rates = [
             self._new(Gauge, name, "Fraction of prompt tokens that were prefix cache hits.")
             for name in ["gpu_prefix_cache_hit_rate"] * is_vllm
@@ -251,10 +246,8 @@ class Metrics:
             )
         ]
         host_names = ("kv_offload_cpu_cache_usage_perc", *(["cpu_cache_usage_perc"] * is_vllm))
-        self._host_usages = [
-            self._new(Gauge, name, "Used fraction of the cache in host memory.")
-            for name in host_names
-        ]
+        description = "Used fraction of the cache in host memory."
+        self._host_usages = [self._new(Gauge, name, description) for name in host_names]
         self._success = self._new(
             Counter, "request_success", "Requests that ended, by reason.", "finished_reason"
         )
@@ -276,6 +269,13 @@ class Metrics:
         self._request_histograms = [
             self._request_histogram(histogram) for histogram in _REQUEST_HISTOGRAMS
         ]
+
+    def _new_former_counters(self) -> dict[str, Counter]:
+        """Return the counters under vLLM's former names."""
+        return {
+            key: self._new(Counter, name, _COUNTERS[key][1])
+            for key, name in _FORMER_COUNTERS.items()
+        }
 
     def _request_histogram(
         self, histogram: _RequestHistogram
@@ -323,6 +323,19 @@ class Metrics:
         state = self._new(Gauge, "engine_sleep_state", "1 for awake.", "sleep_state")
         for name, value in _SLEEP_STATES.items():
             state.labels(self._model, name).set(value)
+
+    def add_replacements(self, replacements: Sequence[Replacement]) -> None:
+        """Add the replaced kernels, and what each costs where that was measured."""
+        labels = ("op", "replaced", "backend")
+        description = "Kernel backends that doctor found sick, with their replacements."
+        replaced = self._new(Gauge, "kernel_replaced_info", description, *labels)
+        description = "Time of a replacement relative to the replaced kernel backend."
+        slowdown = self._new(Gauge, "kernel_replacement_slowdown", description, *labels)
+        for one in replacements:
+            values = (self._model, one.op, one.replaced, one.backend)
+            replaced.labels(*values).set(1)
+            if one.slowdown is not None:
+                slowdown.labels(*values).set(one.slowdown)
 
     def observe(self, record: RequestRecord) -> None:
         """Count a request that has ended."""

@@ -1,0 +1,429 @@
+"""Examination of one backend of an op in the current process, which a sick kernel may end.
+
+Every check is announced before it runs, so that the parent knows what a crash or a hang was in.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import import_module
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.doctor.cases import Case, cases_of
+from lockstep.kernels.arguments import Arguments, fresh, outputs, same_bits, tensors_of
+from lockstep.kernels.backends import all_ops
+from lockstep.kernels.backends import load as load_backends
+from lockstep.kernels.canaries import Canaries
+from lockstep.kernels.registry import Op
+from lockstep.kernels.row_subsets import ROWS, count, take
+from lockstep.kernels.selection import NUMBA
+from lockstep.kernels.timing import REPEATS, seconds_per_call
+from lockstep.layers.build_context import KernelNeed
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Relative tolerance of a GPU's and of Numba's numbers against the reference's. The other backends
+of a CPU have its bits."""
+CHOSEN_IDS = ("sample", "route")
+"""Ops that choose an id by comparing numbers, so that one ulp may change a choice."""
+MAX_OTHER_IDS = 0.02
+"""Share of ids of CHOSEN_IDS that may differ from the reference's on a GPU."""
+CALLS = {"cuda": 8, "cpu": 2}
+"""Calls in a row, without a wait between them, whose bits are compared."""
+LOADED_CALLS = 20
+"""Calls under the load of a second stream."""
+REPEATED = {"cuda": 40, "cpu": 3}
+"""Repetitions of all rows in the largest batch: on a GPU more than a tile has rows."""
+LOAD_SIZE = 4096
+"""Rows and columns of the matrices that the second stream multiplies."""
+ASYNCHRONOUS = "asynchronous"
+BLOCKING = "blocking"
+
+
+@dataclass(frozen=True)
+class Job:
+    """Examination of one backend of an op for the needs of a model.
+
+    device: cpu or cuda. mode: ASYNCHRONOUS or BLOCKING launches. imports: modules that add backends
+    or replace them, imported first. timed: measure the time of a call only.
+    """
+
+    op: str
+    backend: str
+    device: str
+    needs: tuple[KernelNeed, ...]
+    mode: str = ASYNCHRONOUS
+    imports: tuple[str, ...] = ()
+    timed: bool = False
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Return the dtypes of the needs, each once."""
+        return list(dict.fromkeys(need.traits.get("dtype", torch.float32) for need in self.needs))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Check of one case that begins."""
+
+    check: str
+    case: str
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a check found wrong. kind: one of KINDS of lockstep.doctor.children."""
+
+    kind: str
+    stage: Stage
+    detail: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """End of an examination. us: case name -> microseconds of a call, of a timed job."""
+
+    checks: int
+    us: dict[str, float] = field(default_factory=dict)
+
+
+class Broken(Exception):
+    """Error after which the process cannot examine anything else."""
+
+
+def run_job(job: Job, connection: Connection, log: str) -> None:
+    """Examine a backend and send Stages, Faults and Done. The main function of a child process.
+
+    log: file that receives the output of the process.
+    """
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    if job.mode == BLOCKING:
+        # CUDA reads it when it is initialized, which no import does.
+        os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
+    torch.set_num_threads(1)
+    load_backends()
+    for name in job.imports:
+        import_module(name)
+    examiner = Examiner(job, connection.send)
+    try:
+        with torch.inference_mode():
+            done = examiner.time() if job.timed else examiner.examine()
+        connection.send(done)
+    except Broken:
+        pass
+    connection.close()
+
+
+class Examiner:
+    """Checks of one backend. send: delivers Stages and Faults to the parent."""
+
+    def __init__(self, job: Job, send: Callable[[Any], None]) -> None:
+        self.job = job
+        self.send = send
+        self.op: Op = all_ops()[job.op]
+        self.backend = self.op.backends[job.backend]
+        self.stage = Stage("start", "")
+        self.checks = 0
+        self.faulty: set[str] = set()
+        self.on_gpu = job.device == "cuda"
+
+    def examine(self) -> Done:
+        """Run every check over every case; each check stops at its first fault."""
+        for case, dtype in self._cases():
+            if not _has_rows(case.arguments):
+                continue
+            first = self._first_call(case)
+            self._check_reference(case, first, dtype)
+            self._check_repeats(case, first)
+            self._check_bounds(case, first)
+            self._check_rows(case, first)
+            if self.on_gpu:
+                self._check_graph(case, first)
+                self._check_load(case, first)
+        return Done(self.checks)
+
+    def time(self) -> Done:
+        """Measure a call of the last case of each need, which has the layer's sizes."""
+        us = {}
+        for need in self.job.needs:
+            dtype = need.traits.get("dtype", torch.float32)
+            case = list(cases_of(self.op, need, dtype))[-1]
+            self._begin("time", case)
+            arguments = fresh(case.arguments, self.job.device)
+            call = partial(self.backend.run, **arguments)
+            seconds = seconds_per_call([call], self.job.device, REPEATS[self.job.device])
+            us[case.name] = 1e6 * seconds
+        return Done(self.checks, us)
+
+    def _cases(self) -> Iterator[tuple[Case, torch.dtype]]:
+        """Yield the cases of all needs that the backend serves, each once."""
+        seen: set[str] = set()
+        for need in self.job.needs:
+            dtype = need.traits.get("dtype", torch.float32)
+            for case in cases_of(self.op, need, dtype):
+                key = f"{case.name} {dtype}"
+                if key not in seen:
+                    seen.add(key)
+                    yield case, dtype
+
+    def _begin(self, check: str, case: Case) -> None:
+        self.stage = Stage(check, case.name)
+        self.checks += 1
+        self.send(self.stage)
+
+    def _fault(self, kind: str, detail: str) -> None:
+        """Report a fault, the first one of this kind only."""
+        if kind not in self.faulty:
+            self.faulty.add(kind)
+            self.send(Fault(kind, self.stage, detail))
+
+    def _run(self, arguments: Arguments) -> dict[str, Tensor]:
+        """Call the backend -> its outputs. An error ends the examination."""
+        try:
+            return outputs(self.op, self.backend.run(**arguments), arguments)
+        except Exception as error:  # whatever a kernel raises is a finding
+            raise self._broken(error) from error
+
+    def _broken(self, error: Exception) -> Broken:
+        text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        self._fault("illegal instruction" if "illegal instruction" in text else "error", text)
+        return Broken()
+
+    def _wait(self) -> None:
+        """Wait for the device, where an asynchronous error is raised."""
+        if not self.on_gpu:
+            return
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            raise self._broken(error) from error
+
+    def _first_call(self, case: Case) -> dict[str, Tensor]:
+        self._begin("call", case)
+        arguments = self._fresh(case)
+        first = _copied(self._run(arguments))
+        self._wait()
+        for name, value in case.arguments.items():
+            pairs = zip(tensors_of(value), tensors_of(arguments[name]), strict=True)
+            if name not in self.op.writes and not all(same_bits(*pair) for pair in pairs):
+                self._fault("changes inputs", f"the argument {name} has other values afterwards")
+        return first
+
+    def _fresh(self, case: Case) -> Arguments:
+        return fresh(case.arguments, self.job.device)
+
+    def _check_reference(self, case: Case, first: dict[str, Tensor], dtype: torch.dtype) -> None:
+        """Compare with the reference on the CPU: bits on a CPU, else numbers."""
+        if self.job.backend == "reference":
+            return
+        self._begin("reference", case)
+        arguments = fresh(case.reference or case.arguments, "cpu")
+        expected = outputs(self.op, self.op.reference(**arguments), arguments)
+        for name, want in expected.items():
+            have = first[name].cpu()
+            if case.compared is not None and name.startswith("result"):
+                have = have.index_select(-1, case.compared)
+            wrong = self._difference(name, have, want, dtype)
+            if wrong:
+                self._fault("wrong numbers", f"{name}: {wrong}")
+                return
+
+    def _difference(self, name: str, have: Tensor, want: Tensor, dtype: torch.dtype) -> str:
+        """Return how an output differs from the reference's, "" if it agrees."""
+        if have.shape != want.shape or have.dtype != want.dtype:
+            return f"{list(have.shape)} {have.dtype}, not {list(want.shape)} {want.dtype}"
+        exact = not self.on_gpu and self.job.backend != NUMBA
+        if exact or not want.numel():
+            return "" if same_bits(have, want) else _count_other(have, want)
+        if not want.is_floating_point():
+            quantized = want.dtype in (torch.uint8, torch.int8)
+            share = float((have != want).float().mean())
+            allowed = MAX_OTHER_IDS if self.op.name in CHOSEN_IDS else 0.0
+            # Where k is one ulp away a quantized cache may have another code.
+            return "" if quantized or share <= allowed else _count_other(have, want)
+        if want.element_size() == 1:
+            return ""
+        tolerance = max(TOLERANCE[dtype], TOLERANCE.get(want.dtype, 0.0))
+        scale = _magnitude(want)
+        a, b = have.double(), want.double()
+        close = (a - b).abs() <= tolerance * scale + tolerance * b.abs()
+        close |= (a == b) | (a.isnan() & b.isnan())
+        return "" if bool(close.all()) else _count_other(have, want)
+
+    def _check_repeats(self, case: Case, first: dict[str, Tensor]) -> None:
+        """Compare the bits of calls in a row, launched without a wait between them."""
+        self._begin("repeat", case)
+        calls = [self._fresh(case) for _ in range(CALLS[self.job.device])]
+        results = [_copied(self._run(arguments)) for arguments in calls]
+        self._wait()
+        for result in results:
+            if wrong := _other_bits(first, result):
+                self._fault("unstable", f"two calls with equal arguments differ in {wrong}")
+                return
+
+    def _check_bounds(self, case: Case, first: dict[str, Tensor]) -> None:
+        """Call between canaries: no write outside of the tensors, no result left unwritten."""
+        self._begin("bounds", case)
+        canaries = Canaries()
+        arguments = self._fresh(case)
+        names = self.op.writes
+        guarded = arguments | {name: _guarded(arguments[name], canaries) for name in names}
+        with canaries:
+            result = self._run(guarded)
+        self._wait()
+        if overwritten := canaries.overwritten():
+            sizes = ", ".join(map(str, overwritten))
+            self._fault("writes outside", f"next to tensors of {sizes} bytes")
+        elif wrong := _other_bits(first, result):
+            self._fault("unwritten", f"memory that no one wrote is part of {wrong}")
+
+    def _check_rows(self, case: Case, first: dict[str, Tensor]) -> None:
+        """Compare the bits of some rows alone, of odd, reversed and repeated rows."""
+        if self.op not in ROWS or not count(self.op, case.arguments):
+            return
+        self._begin("rows", case)
+        rows = list(range(count(self.op, case.arguments)))
+        repeated = rows if self.op.writes else rows * REPEATED[self.job.device]
+        choices = [[row] for row in dict.fromkeys((rows[0], rows[-1], rows[len(rows) // 2]))]
+        choices += [rows[1::2], rows[::-1], repeated]
+        for chosen in choices:
+            if not chosen:
+                continue
+            part, lines = take(self.op, case.arguments, chosen)
+            if not len(lines):
+                continue
+            result = self._run(fresh(part, self.job.device, self.op.writes))
+            self._wait()
+            for name, have in result.items():
+                if not name.startswith("result"):
+                    continue
+                want = first[name].cpu().index_select(0, lines)
+                if not same_bits(have, want):
+                    self._fault(
+                        "rows",
+                        f"{name} of rows {_brief(chosen)} in a batch of {len(chosen)} has other "
+                        f"bits than in a batch of {len(rows)}",
+                    )
+                    return
+
+    def _check_graph(self, case: Case, first: dict[str, Tensor]) -> None:
+        """Compare replays of a captured graph with the eager call, in bits."""
+        from lockstep.errors import CaptureError
+        from lockstep.worker.capture import CapturedFunction
+
+        self._begin("graph", case)
+        fixed = self._fresh(case)
+        written = tensors_of(*(fixed[name] for name in self.op.writes))
+        start = [x.clone() for x in written]
+        pool = torch.cuda.graph_pool_handle()
+        run = self.backend.run
+        captured = CapturedFunction(lambda: run(**fixed), pool, lambda key: True, self.op.name)
+        try:
+            out = captured()
+            for _ in range(3):
+                for part in tensors_of(out):
+                    if all(part.data_ptr() != other.data_ptr() for other in written):
+                        part.fill_(-1)
+                for part, value in zip(written, start, strict=True):
+                    part.copy_(value)
+                result = outputs(self.op, captured(), fixed)
+                if wrong := _other_bits(first, result):
+                    self._fault("graph", f"a replay differs from the eager call in {wrong}")
+                    return
+        except CaptureError as error:
+            self._fault("graph", str(error))
+        except RuntimeError as error:
+            raise self._broken(error) from error
+
+    def _check_load(self, case: Case, first: dict[str, Tensor]) -> None:
+        """Compare calls while a second stream multiplies and copies, in bits."""
+        self._begin("load", case)
+        with second_stream_load() as add_load:
+            results = []
+            for _ in range(LOADED_CALLS):
+                arguments = self._fresh(case)
+                add_load()
+                results.append(_copied(self._run(arguments)))
+            self._wait()
+        for result in results:
+            if wrong := _other_bits(first, result):
+                self._fault("race", f"under the load of a second stream, {wrong} has other bits")
+                return
+
+
+class second_stream_load:
+    """Context with a function that adds work to a second stream: matrix products and copies."""
+
+    def __enter__(self) -> Callable[[], None]:
+        self.stream = torch.cuda.Stream()
+        dtype = torch.float16
+        a = torch.ones(LOAD_SIZE, LOAD_SIZE, dtype=dtype, device="cuda")
+        product, copied = torch.empty_like(a), torch.empty_like(a)
+        self.stream.wait_stream(torch.cuda.current_stream())
+
+        def add_load() -> None:
+            with torch.cuda.stream(self.stream):
+                torch.mm(a, a, out=product)
+                copied.copy_(a)
+
+        return add_load
+
+    def __exit__(self, *error: object) -> None:
+        self.stream.synchronize()
+
+
+def _has_rows(arguments: Arguments) -> bool:
+    first = next(iter(arguments.values()))
+    return not isinstance(first, Tensor) or first.numel() > 0
+
+
+def _copied(result: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in result.items()}
+
+
+def _guarded(value: Any, canaries: Canaries) -> Any:
+    """Return the same tensor, or dataclass of tensors, between canaries."""
+    if isinstance(value, Tensor):
+        return canaries.add_margins(value)
+    parts = {
+        name: canaries.add_margins(part)
+        for name, part in vars(value).items()
+        if isinstance(part, Tensor)
+    }
+    return replace(value, **parts) if parts else value
+
+
+def _other_bits(expected: dict[str, Tensor], result: dict[str, Tensor]) -> str:
+    """Return the first output with other bits and how many of them differ; "" if there is none."""
+    for name, want in expected.items():
+        if not same_bits(result[name], want):
+            return f"{name} ({_count_other(result[name].cpu(), want.cpu())})"
+    return ""
+
+
+def _count_other(have: Tensor, want: Tensor) -> str:
+    """Return how many elements differ, and the first of them."""
+    if have.shape != want.shape:
+        return f"{list(have.shape)}, not {list(want.shape)}"
+    other = (have != want) & ~((have != have) & (want != want))
+    index = other.flatten().nonzero()[0].item()
+    at = [int(i) for i in torch.unravel_index(torch.tensor(index), have.shape)]
+    values = f"{have.flatten()[int(index)].item():.9g}, not {want.flatten()[int(index)].item():.9g}"
+    return f"{int(other.sum())} of {have.numel()} elements, first at {at}: {values}"
+
+
+def _magnitude(x: Tensor) -> float:
+    """Return the root mean square of the finite values, at least 1."""
+    finite = x[x.isfinite()].double()
+    return max(1.0, float(finite.square().mean().sqrt())) if finite.numel() else 1.0
+
+
+def _brief(rows: list[int]) -> str:
+    text = ", ".join(map(str, rows[:6]))
+    return text + (", ..." if len(rows) > 6 else "")

@@ -1,0 +1,218 @@
+"""Examination of all kernels that a model needs, and their results for servers to read."""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.doctor.children import STAGE_SECONDS, Children, Finding, Result
+from lockstep.doctor.examine import ASYNCHRONOUS, BLOCKING, Job
+from lockstep.kernels.architecture import architecture_of
+from lockstep.kernels.backends import all_ops
+from lockstep.kernels.health import machine, write_health
+from lockstep.kernels.selection import BackendHealth, KernelSelection, Replacement
+from lockstep.layers.build_context import KernelNeed
+
+Progress = Callable[[str, int, int], None]
+GPU_PARALLEL = 4
+"""Processes at a time on a GPU: each compiles and compares on the host most of the time."""
+MODES = {"cuda": (ASYNCHRONOUS, BLOCKING), "cpu": (ASYNCHRONOUS,)}
+"""Kinds of launches, by device. A CPU's are all blocking."""
+
+
+@dataclass(frozen=True)
+class Examined:
+    """Backend of an op with what was found.
+
+    seconds: of all its processes. us: case name -> microseconds, measured where a backend is
+    replaced.
+    """
+
+    op: str
+    backend: str
+    findings: list[Finding]
+    checks: int
+    seconds: float
+    us: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def health(self) -> BackendHealth:
+        """Return the result as servers read it."""
+        finding = self.findings[0].brief if self.findings else None
+        return BackendHealth(self.op, self.backend, finding, self.us)
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """Results of doctor for the kernels of a model on this machine.
+
+    replacements: of sick backends. unserved: ops without a healthy backend. path: file that servers
+    read, None where it was not written.
+    """
+
+    machine: dict[str, str]
+    examined: list[Examined]
+    replacements: list[Replacement]
+    unserved: list[str]
+    path: Path | None = None
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All findings."""
+        return [finding for entry in self.examined for finding in entry.findings]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain data."""
+        return asdict(self) | {"path": None if self.path is None else str(self.path)}
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Examiner of kernels.
+
+    modes: kinds of launches, None for the device's. every: examine every backend that serves, not
+    only those that a server would choose. imports: modules that add backends. stage_seconds: time
+    limit of a check. save: keep the results for servers.
+    """
+
+    device: str
+    modes: tuple[str, ...] | None = None
+    every: bool = False
+    imports: tuple[str, ...] = ()
+    stage_seconds: float = STAGE_SECONDS
+    save: bool = True
+
+    def examine(self, needs: Sequence[KernelNeed], progress: Progress) -> KernelReport:
+        """Examine the backends that serve these needs, best first, until a healthy one is found."""
+        children = Children(arch_name(self.device), self._parallel(), self.stage_seconds)
+        served = backends_of(needs)
+        examined: dict[tuple[str, str], Examined] = {}
+        while jobs := self._next_jobs(served, examined):
+            for entry in merge_modes(children.run(jobs, progress)):
+                examined[entry.op, entry.backend] = entry
+        self._time_replaced(children, served, examined, progress)
+        health = {key: entry.health for key, entry in examined.items()}
+        replacements, unserved = replaced(needs, KernelSelection(health=health))
+        path = write_health(self.device, health.values()) if self.save else None
+        return KernelReport(
+            machine(self.device), list(examined.values()), replacements, unserved, path
+        )
+
+    def _parallel(self) -> int:
+        if self.device == "cuda":
+            return GPU_PARALLEL
+        return max(1, (os.cpu_count() or 1) // 2)
+
+    def _next_jobs(
+        self,
+        served: dict[tuple[str, str], tuple[KernelNeed, ...]],
+        examined: dict[tuple[str, str], Examined],
+    ) -> list[Job]:
+        """Return the jobs of backends that are next in line: of ops without a healthy one."""
+        jobs: list[Job] = []
+        waiting: set[tuple[str, str]] = set()
+        for (op, backend), needs in served.items():
+            if (op, backend) in examined:
+                continue
+            for need in needs:
+                before = [name for o, name in served if o == op and need in served[o, name]]
+                before = before[: before.index(backend)]
+                results = [examined.get((op, name)) for name in before]
+                is_next = all(result is not None and result.findings for result in results)
+                if self.every or is_next:
+                    waiting.add((op, backend))
+        for key in served:
+            if key in waiting:
+                jobs += [
+                    Job(*key, self.device, served[key], mode, self.imports)
+                    for mode in self.modes or MODES[self.device]
+                ]
+        return jobs
+
+    def _time_replaced(
+        self,
+        children: Children,
+        served: dict[tuple[str, str], tuple[KernelNeed, ...]],
+        examined: dict[tuple[str, str], Examined],
+        progress: Progress,
+    ) -> None:
+        """Time the backends of ops that have a sick one, one after another."""
+        sick = {op for (op, _), entry in examined.items() if entry.findings}
+        alone = replace_parallel(children)
+        jobs = [
+            Job(op, backend, self.device, served[op, backend], imports=self.imports, timed=True)
+            for op, backend in examined
+            if op in sick
+        ]
+        for result in alone.run(jobs, progress):
+            key = (result.job.op, result.job.backend)
+            examined[key] = replace(examined[key], us=result.us)
+
+
+def replace_parallel(children: Children) -> Children:
+    """Return children of which one runs at a time, so that times are not disturbed."""
+    return Children(children.arch, 1, children.stage_seconds)
+
+
+def arch_name(device: str) -> str:
+    """Return the name of a device's architecture: sm_90, or the machine's and its instructions."""
+    if device == "cuda":
+        return architecture_of(device).name
+    about = machine(device)
+    return f"{about['device']} {about['isa']}"
+
+
+def backends_of(needs: Iterable[KernelNeed]) -> dict[tuple[str, str], tuple[KernelNeed, ...]]:
+    """Return the needs that each backend serves, by (op, backend), best backends of an op first."""
+    ops = all_ops()
+    served: dict[tuple[str, str], tuple[KernelNeed, ...]] = {}
+    for need in needs:
+        for name, reason in ops[need.op].explain(**need.traits).items():
+            if reason is None:
+                served[need.op, name] = (*served.get((need.op, name), ()), need)
+    return served
+
+
+def merge_modes(results: Iterable[Result]) -> list[Examined]:
+    """Return one entry per backend: findings of both kinds of launches are one finding."""
+    entries: dict[tuple[str, str], Examined] = {}
+    for result in results:
+        key = (result.job.op, result.job.backend)
+        before = entries.get(key, Examined(*key, [], 0, 0.0))
+        findings = list(before.findings)
+        for finding in result.findings:
+            same = [
+                index
+                for index, other in enumerate(findings)
+                if (other.kind, other.case) == (finding.kind, finding.case)
+            ]
+            if same:
+                other = findings[same[0]]
+                findings[same[0]] = replace(other, modes=(*other.modes, *finding.modes))
+            else:
+                findings.append(finding)
+        entries[key] = Examined(
+            *key, findings, before.checks + result.checks, before.seconds + result.seconds
+        )
+    return list(entries.values())
+
+
+def replaced(
+    needs: Iterable[KernelNeed], selection: KernelSelection
+) -> tuple[list[Replacement], list[str]]:
+    """Return the replacements that a server would make, and the ops without a healthy backend."""
+    from lockstep.errors import ConfigError
+
+    replacements: list[Replacement] = []
+    unserved: list[str] = []
+    for need in needs:
+        try:
+            replacement = selection.choose(all_ops()[need.op], **need.traits)[2]
+        except ConfigError:
+            if need.op not in unserved:
+                unserved.append(need.op)
+            continue
+        if replacement is not None and replacement not in replacements:
+            replacements.append(replacement)
+    return replacements, unserved

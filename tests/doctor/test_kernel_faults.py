@@ -1,0 +1,162 @@
+"""Doctor names each kind of kernel fault exactly, survives it, and raises no false alarm."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lockstep.config import EngineConfig
+from lockstep.doctor.children import Children, Result
+from lockstep.doctor.examine import ASYNCHRONOUS, BLOCKING, Job
+from lockstep.doctor.kernels import Doctor, backends_of, merge_modes
+from lockstep.doctor.needs import kernels_of
+from lockstep.kernels.backends import uses_numba
+from lockstep.kernels.health import health_path, read_health
+from lockstep.kernels.norm import rms_norm
+from lockstep.kernels.selection import BackendHealth, KernelSelection
+from lockstep.layers.build_context import KernelNeed
+
+FAULTY = "tests.doctor.faulty_backends"
+NEED = KernelNeed("rms_norm", {"device": "cpu", "dtype": torch.float32, "width": 80})
+ARCH = "sm_of_the_test"
+
+
+@pytest.fixture(scope="module")
+def children() -> Children:
+    return Children(ARCH, stage_seconds=20.0)
+
+
+def examine(children: Children, backend: str, mode: str = ASYNCHRONOUS) -> Result:
+    return children.run_one(Job("rms_norm", backend, "cpu", (NEED,), mode, (FAULTY,)))
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "check", "case", "detail"),
+    [
+        ("aborts", "crash", "call", "1x80", "SIGABRT"),
+        ("segmentation_fault", "crash", "call", "1x80", "SIGSEGV"),
+        ("illegal_instruction", "illegal instruction", "call", "1x80", "SIGILL"),
+        ("exits", "exit", "call", "1x80", "exit status 3; out of registers"),
+        ("raises", "error", "call", "1x80", "illegal memory access"),
+        ("one_ulp_at_odd_rows", "rows", "rows", "1x80", "rows 0, 0, 0 in a batch of 3"),
+        ("right_if_blocking", "wrong numbers", "reference", "1x80", "80 of 80 elements"),
+        ("other_bits_alone", "rows", "rows", "5x33", "rows 0 in a batch of 1"),
+        ("unstable", "unstable", "repeat", "1x80", "two calls with equal arguments"),
+        ("writes_outside", "writes outside", "bounds", "1x80", "next to tensors of 320 bytes"),
+        ("changes_inputs", "changes inputs", "call", "1x80", "the argument weight"),
+        ("wrong_shape", "wrong numbers", "reference", "1x80", "[1, 79]"),
+    ],
+)
+def test_fault_is_named(
+    children: Children, backend: str, kind: str, check: str, case: str, detail: str
+) -> None:
+    finding = examine(children, backend).findings[0]
+    assert (finding.op, finding.backend, finding.arch) == ("rms_norm", backend, ARCH)
+    assert (finding.kind, finding.check, finding.case) == (kind, check, case)
+    assert detail in finding.detail
+
+
+def test_hang_is_named_after_the_time_limit() -> None:
+    result = examine(Children(ARCH, stage_seconds=3.0), "hangs")
+    (finding,) = result.findings
+    assert (finding.kind, finding.check, finding.case) == ("hang", "call", "4x3x64")
+    assert "3 s" in finding.detail
+
+
+def test_fault_of_asynchronous_launches_alone_names_them(children: Children) -> None:
+    results = [examine(children, "right_if_blocking", mode) for mode in (ASYNCHRONOUS, BLOCKING)]
+    assert results[0].findings and not results[1].findings
+    (entry,) = merge_modes(results)
+    assert entry.findings[0].modes == (ASYNCHRONOUS,)
+    assert "with asynchronous launches" in entry.findings[0].brief
+
+
+def test_fault_of_both_kinds_of_launches_is_one_finding(children: Children) -> None:
+    results = [examine(children, "wrong_shape", mode) for mode in (ASYNCHRONOUS, BLOCKING)]
+    (entry,) = merge_modes(results)
+    assert [finding.modes for finding in entry.findings] == [(ASYNCHRONOUS, BLOCKING)]
+
+
+def test_healthy_backend_has_no_finding_in_repeated_runs(children: Children) -> None:
+    results = [examine(children, "healthy") for _ in range(20)]
+    assert not any(result.findings for result in results)
+    assert {result.checks for result in results} == {5 * (len(rms_norm_cases()) - 1)}
+
+
+def rms_norm_cases() -> list[str]:
+    from lockstep.doctor.cases import cases_of
+
+    return [case.name for case in cases_of(rms_norm, NEED, torch.float32)]
+
+
+@pytest.fixture
+def sick_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Register faulty backends of rms_norm in this process too, preferred to healthy ones."""
+    from tests.doctor import faulty_backends
+
+    for name in faulty_backends.FAULTS:
+        rms_norm.backends.pop(name, None)  # importing them registered them, for other tests too
+    monkeypatch.setattr(rms_norm, "backends", dict(rms_norm.backends))
+    for name in ("healthy", "one_ulp_at_odd_rows", "aborts"):
+        rms_norm.backend(name, supports=lambda **traits: None)(faulty_backends.FAULTS[name])
+    yield
+
+
+def test_sick_backends_are_replaced_and_remembered(
+    sick_backends: None, monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    """Doctor goes on to the next backend until a healthy one; a server then reads the results."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    doctor = Doctor("cpu", imports=(FAULTY,), stage_seconds=20.0)
+    report = doctor.examine([NEED], lambda *progress: None)
+    examined = {entry.backend: bool(entry.findings) for entry in report.examined}
+    assert examined == {"aborts": True, "one_ulp_at_odd_rows": True, "healthy": False}
+    (replacement,) = report.replacements
+    assert (replacement.replaced, replacement.backend) == ("aborts", "healthy")
+    assert replacement.slowdown is None  # what aborts has no time
+    assert report.path == health_path("cpu") and not report.unserved
+    selection = KernelSelection(health=read_health("cpu"))
+    name, refused, chosen = selection.choose(rms_norm, **NEED.traits)
+    assert name == "healthy" and chosen == replacement
+    assert refused["aborts"].startswith("sick: crash at 1x80")
+    assert selection.slowdown("rms_norm", "one_ulp_at_odd_rows", "healthy")
+
+
+def test_op_without_a_healthy_backend_is_reported(children: Children) -> None:
+    from lockstep.errors import ConfigError
+
+    traits = NEED.traits
+    sick = {
+        ("rms_norm", name): BackendHealth("rms_norm", name, "hang") for name in rms_norm.backends
+    }
+    with pytest.raises(ConfigError, match="no healthy backend.*reference: hang"):
+        KernelSelection(health=sick).choose(rms_norm, **traits)
+    forced = KernelSelection({"rms_norm": "reference"}, sick)
+    assert forced.choose(rms_norm, **traits)[0] == "reference"
+
+
+def test_results_of_another_release_are_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    from lockstep.kernels import health
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    health.write_health("cpu", [BackendHealth("rms_norm", "cpu", "hang")])
+    assert read_health("cpu")
+    monkeypatch.setattr(health, "__version__", "0.0.0")
+    assert not read_health("cpu")
+
+
+def test_kernels_of_the_bundled_model_are_those_that_its_engine_chooses() -> None:
+    needs = kernels_of(EngineConfig.read(), "cpu")
+    ops = {need.op for need in needs}
+    assert {"linear", "paged_attention", "gated_delta_step", "gated_delta_chunk", "sample"} <= ops
+    served = backends_of(needs)
+    expected = "numba" if uses_numba(torch.float32) else "cpu"
+    assert next(name for op, name in served if op == "paged_attention") == expected
+
+
+@pytest.mark.slow
+def test_bundled_model_raises_no_alarm() -> None:
+    needs = kernels_of(EngineConfig.read(), "cpu")
+    report = Doctor("cpu", save=False).examine(needs, lambda *progress: None)
+    assert not report.findings and not report.unserved
+    assert {entry.op for entry in report.examined} == {need.op for need in needs}
