@@ -238,10 +238,9 @@ class RayFleet:
         if self._stopped or not ray.is_initialized():
             return
         self._stopped = True
-        with contextlib.suppress(Exception):
-            if self._settings.address is None:
-                serve.shutdown()
-            else:
+        # A local Ray ends with this process's connection, and all replicas with it.
+        if self._settings.address is not None:
+            with contextlib.suppress(Exception):
                 serve.delete(self.name)
                 if not serve.status().applications:
                     serve.shutdown()
