@@ -90,6 +90,12 @@ def fleet_settings(server: ServerSettings, config: "EngineConfig") -> "FleetSett
             f"nnodes={config.nnodes} is not allowed with replicas; allowed: 1, since the ranks of "
             "a replica share a node. Leave --nnodes out, or start one server."
         )
+    if config.kv_events_config is not None and config.kv_events_config.is_on:
+        raise ConfigError(
+            "kv_events_config is not allowed with replicas, since this server routes by prefix "
+            "itself; allowed: with one engine. Leave it out, or start one server per engine behind "
+            "the gateway."
+        )
     fewest, most = replica_range(server)
     target = server.target_ongoing_requests or config.max_num_seqs
     if fewest < most and target is None:

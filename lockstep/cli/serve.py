@@ -120,8 +120,10 @@ def _run(
     server: ServerSettings,
     traces: "SpanRecorder | None",
 ) -> None:
-    """Load the model and serve it. The address is bound first, since loading takes long."""
+    """Load the model and serve it. Addresses are bound first, since loading takes long."""
+    from lockstep.cache.events_config import read_kv_events
     from lockstep.engine.async_engine import AsyncEngine
+    from lockstep.engine.kv_publisher import BlockFormat, open_publisher
     from lockstep.replicas.transport import ReplicaTransport
     from lockstep.serve.http.access import is_loopback
     from lockstep.serve.server import serve as run
@@ -134,7 +136,9 @@ def _run(
         note(f"--{name} has no effect with --uds.", "yellow")
     if not (options.rules.keys or address.uds or is_loopback(address.host)):
         note(f"host={address.host} is open to the network, without a key: set --api-key.", "yellow")
+    publisher = None
     try:
+        publisher = open_publisher(read_kv_events(settings["kv_events_config"]))
         if replicated:
             loaded: LoadedEngine = load_replicas(settings, server)
         elif server.disable_frontend_multiprocessing:
@@ -142,14 +146,18 @@ def _run(
         else:
             loaded = _load_in_process(settings, options)
     except BaseException:
-        # Also after Ctrl-C: nothing else would close the socket.
+        # Also after Ctrl-C: nothing else would close the sockets.
         listener.close()
+        if publisher is not None:
+            publisher.close()
         raise
     transport, processor, facts, rates = loaded
     most_replicas = replica_range(server)[1]
     limits = replace(options.limits, max_running=facts.plan.max_num_seqs * most_replicas)
     options = replace(options, limits=limits)
-    client = AsyncEngine(transport)
+    if publisher is not None:
+        publisher.start(BlockFormat.of(facts.plan))
+    client = AsyncEngine(transport, publisher=publisher)
     client.start()
     try:
         run(

@@ -31,6 +31,11 @@ _COUNTERS = {
         "requests_resumed",
         "Requests that went on after the engine failed while it ran them.",
     ),
+    "kv_event_batches_total": ("kv_event_batches", "Batches of KV events that were published."),
+    "kv_event_batches_dropped_total": (
+        "kv_event_batches_dropped",
+        "Batches of KV events that were dropped, since too many waited for the publisher.",
+    ),
     "prefix_hits_total": ("prefix_cache_hits", "Prompt tokens that were prefix cache hits."),
     "prefix_queries_total": (
         "prefix_cache_queries",
