@@ -22,8 +22,11 @@ FORBIDDEN = re.compile(
     r"|NotImplementedError|\bTODO\b|\bFIXME\b"
 )
 
-ALLOWED = {"__init__.py": 'os.environ.setdefault("OMP_WAIT_POLICY", "passive")'}
-"""The single environment setting that must precede the import of torch."""
+ALLOWED = {
+    "__init__.py": 'os.environ.setdefault("OMP_WAIT_POLICY", "passive")',
+    "replicas/ray_fleet.py": 'os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")',
+}
+"""Environment settings without another form, before the import of torch and the start of Ray."""
 
 
 def relative(path: Path) -> str:

@@ -101,7 +101,7 @@ def fleet_settings(server: ServerSettings, config: "EngineConfig") -> "FleetSett
     if fewest < most and target is None:
         raise ConfigError(
             f"target_ongoing_requests=None is not allowed with min_replicas={fewest} and "
-            f"max_replicas={most} unless max_num_seqs is set; allowed: numbers above 0. Set "
+            f"max_replicas={most} unless max_num_seqs is set; allowed: 0.1 to 1,000,000. Set "
             "--target-ongoing-requests or --max-num-seqs."
         )
     # On a cluster, this node may have no GPU while the others do.

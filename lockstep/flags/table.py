@@ -484,6 +484,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             NUMBER,
             short=("-dp",),
             setting="replicas",
+            same=(1,),
         ),
         refused("data-parallel-rank", OWN_REPLICAS, NUMBER, short=("-dpn",), same=(0,)),
         refused("data-parallel-start-rank", OWN_REPLICAS, NUMBER, short=("-dpr",), same=(0,)),

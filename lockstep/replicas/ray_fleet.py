@@ -33,6 +33,8 @@ DEPLOYMENT = "Engine"
 NAMESPACE = "lockstep"
 OBJECT_STORE_BYTES = 100 << 20
 """Size of the object store of a local Ray: requests and updates do not go through it."""
+CONNECT_SECONDS = 5.0
+"""Time that a connection to a cluster may take."""
 POLL_SECONDS = 0.25
 """Polling interval of the replicas' state during the startup."""
 HEALTH_SECONDS = 2.0
@@ -335,8 +337,9 @@ def _start_ray(settings: FleetSettings) -> None:
         ray.init(**common, **local)
     else:
         try:
+            _check_reachable(settings.address)
             ray.init(address=settings.address, **common)
-        except (ConnectionError, ValueError, RayError, RuntimeError) as error:
+        except (OSError, ValueError, RayError, RuntimeError) as error:
             raise ConfigError(
                 f"ray_address={settings.address!r} cannot be reached: {_brief(error)}. Name the "
                 "address of a running cluster (`ray start --head` prints it), or leave it out."
@@ -346,6 +349,13 @@ def _start_ray(settings: FleetSettings) -> None:
         proxy_location=ProxyLocation.Disabled,
         logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
     )
+
+
+def _check_reachable(address: str) -> None:
+    """Raise OSError if nothing listens at a cluster's HOST:PORT; Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host:
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
 
 
 def _brief(error: BaseException) -> str:

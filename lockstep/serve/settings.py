@@ -123,7 +123,7 @@ class ServerSettings(Settings):
         "that of --replicas by default",
         remedy="Set --max-replicas to an allowed value.",
     )
-    target_ongoing_requests: Annotated[float, Field(gt=0, le=MAX_QUEUED)] | None = setting(
+    target_ongoing_requests: Annotated[float, Field(ge=0.1, le=MAX_QUEUED)] | None = setting(
         None,
         "running and waiting requests per replica that autoscaling aims at; that of "
         "--max-num-seqs by default",
@@ -134,10 +134,12 @@ class ServerSettings(Settings):
         "time of fewer requests than that after which autoscaling removes a replica, in seconds",
         remedy="Set --downscale-delay to an allowed value.",
     )
-    ray_address: str | None = setting(
+    ray_address: Annotated[str, Field(pattern=r"^(auto|[^/\s]+:\d+)$")] | None = setting(
         None,
-        "Ray cluster to run the replicas on, e.g. auto or ray://HOST:10001; Ray is started on this "
-        "machine by default",
+        "Ray cluster to run the replicas on: auto for the one of this machine, or HOST:PORT; Ray "
+        "is started on this machine by default",
+        allowed="auto, or the HOST:PORT that `ray start` printed",
+        remedy="Start the server on a machine of the cluster, with --ray-address auto.",
     )
     allow_other_numerics: bool = setting(
         False,
