@@ -322,7 +322,7 @@ def serve(
     """
     model_name, *aliases = model_names
     configure_logs(options.log_format, options.log_requests)
-    metrics = Metrics(model_name, options.metrics_prefix, floors, cache)
+    metrics = Metrics(model_name, options.metrics_prefix, floors, cache, adapters)
     if replicas is not None:
         collector = ReplicaCollector(model_name, options.metrics_prefix, replicas)
         metrics.registry.register(collector)
