@@ -242,14 +242,7 @@ class Metrics:
         self._floor = self._new(
             Counter, "decode_step_floor_seconds", "Roofline time of the decode steps."
         )
-        direction = "copied to host memory and back."
-        self._transfers = [
-            self._new(Counter, f"kv_offload_total_{name}", f"{what} {direction}", "transfer_type")
-            for name, what in (
-                ("units", "Pages and snapshots"),
-                ("bytes", "Bytes of pages and snapshots"),
-            )
-        ]
+        self._transfers = self._transfer_counters()
         host_names = ("kv_offload_cpu_cache_usage_perc", *(["cpu_cache_usage_perc"] * is_vllm))
         self._host_usages = [
             self._new(Gauge, name, "Used fraction of the cache in host memory.")
@@ -275,6 +268,17 @@ class Metrics:
         }
         self._request_histograms = [
             self._request_histogram(histogram) for histogram in _REQUEST_HISTOGRAMS
+        ]
+
+    def _transfer_counters(self) -> list[Counter]:
+        """Return the counters of transfers to and from host memory: units, and bytes."""
+        direction = "copied to host memory and back."
+        return [
+            self._new(Counter, f"kv_offload_total_{name}", f"{what} {direction}", "transfer_type")
+            for name, what in (
+                ("units", "Pages and snapshots"),
+                ("bytes", "Bytes of pages and snapshots"),
+            )
         ]
 
     def _request_histogram(
