@@ -34,14 +34,11 @@ class RequestedGrammar:
 
 @dataclass
 class _OpenCall:
-    """Call that has not ended. begun: the engine works on it. ended: it has its last update, or
-    the engine was lost.
-    """
+    """Call that has not ended. ended: it has its last update, or the engine was lost."""
 
     client: str
     tag: str
     ended: asyncio.Event
-    begun: bool = False
 
 
 class ReplicaHost:
@@ -161,7 +158,6 @@ class ReplicaHost:
             for request_id in request_ids:
                 if request_id in self._calls:
                     opened = self._calls[request_id]
-                    opened.begun = True
                     by_client.setdefault(opened.client, []).append(opened.tag)
         self._post((client, Began(tags)) for client, tags in by_client.items())
 
@@ -174,7 +170,8 @@ class ReplicaHost:
             calls = list(self._calls.values())
             self._calls.clear()
         self._report_loss("its engine was lost", calls)
-        return Loss(sum(opened.begun for opened in calls), 0, len(calls))
+        # The clients count the requests that go on.
+        return Loss(0, 0, len(calls))
 
     def _close(self, why: str, by_itself: bool) -> None:
         """End all calls, since the engine has ended for good."""
