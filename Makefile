@@ -6,7 +6,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: install serve test test-slow test-clients test-gateways test-real pytest lint types layers check bench fmt test-gpu sanitize eval docs clean
+.PHONY: install serve test test-slow test-clients test-gateways test-replicas test-real pytest lint types layers check bench fmt test-gpu sanitize eval docs clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -62,6 +62,11 @@ test-clients: install
 	build/clients/venv/bin/uv pip install --quiet --python build/clients/venv/bin/python -r tests/clients/requirements.txt
 	cp tests/clients/package.json build/clients/ && npm --prefix build/clients install --silent
 	$(BIN)/python -m pytest -q -m slow --durations=12 tests/clients
+
+# Replicas on a local Ray, which the default installation leaves out: 80 MB to download.
+test-replicas: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[ray]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow --durations=5 tests/replicas
 
 # vllm-router and smg in front of two servers of the bundled model: 4 minutes on two cores.
 test-gateways: install

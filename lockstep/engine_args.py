@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError, choice_error
-from lockstep.flags.flag import Flag, Kind
+from lockstep.flags.flag import Flag, Kind, only_of_server
 from lockstep.flags.setter import FlagSetter
 from lockstep.flags.table import SERVER_OPTIONS, all_flags
 from lockstep.models.checkpoint import Checkpoint
@@ -87,8 +87,9 @@ def keyword_values(keywords: Mapping[str, Any]) -> dict[str, Any]:
             continue
         elif WITHOUT_SERVER.get(name) is value:
             continue
-        elif flag is not None and _applies(flag, known):
-            _apply(setter, flag, name, value)
+        elif flag is not None and (_applies(flag, known) or flag.same):
+            applied = flag if _applies(flag, known) else only_of_server(flag)
+            _apply(setter, applied, name, value)
         elif name in known:
             setter.values[name] = value
         else:

@@ -9,6 +9,7 @@ LockstepError
 +-- CaptureError      compilation, allocation or synchronization inside of a captured step
 +-- KernelError       failure of a kernel, found by waiting for every op (sync_kernels)
 +-- ComputeError      repeated failure of the engine while it ran one request, which ended
++-- NumericsError     no replica has the numerics with which an answer began
 +-- EngineDeadError   the engine loop ended with an error; no request can be served
 """
 
@@ -57,6 +58,10 @@ class ComputeError(LockstepError, RuntimeError):
 
 class RankError(LockstepError, RuntimeError):
     """End of a tensor-parallel rank: the message names the rank and the cause."""
+
+
+class NumericsError(LockstepError, RuntimeError):
+    """Lack of a replica with the numerics of an answer. The request ended; others continue."""
 
 
 class EngineDeadError(LockstepError, RuntimeError):

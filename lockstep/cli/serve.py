@@ -10,6 +10,7 @@ import typer
 
 from lockstep.cli.interrupt import end_at_next_interrupt, sigterm_interrupts
 from lockstep.cli.options import engine_options, server_options, text_options
+from lockstep.cli.replicas import has_replicas, load_replicas, replica_range
 from lockstep.cli.show import load, note, show_start
 from lockstep.errors import ConfigError, brief, choice_error
 from lockstep.progress import progress_bar
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
     LoadedEngine = tuple[Transport, Processor, Facts, Rates | None]
 
+ANY_NUMERICS = "+any"
+"""End of the system_fingerprint of a server whose replicas may have other numerics."""
 MAX_KEYS = 1000
 """Maximum number of API keys."""
 
@@ -84,9 +87,8 @@ def serve(
     model_names = server.served_model_name or (settings["model"] or "lockstep",)
     check_adapter_names(settings["lora_modules"] or (), model_names)
     address = Address(server.host, server.port, server.uds)
-    in_thread = server.disable_frontend_multiprocessing
     with _span_recorder(server.otlp_traces_endpoint) as traces:
-        _run(settings | text, address, options, model_names, in_thread, traces)
+        _run(settings | text, address, options, model_names, server, traces)
 
 
 def check_adapter_names(adapters: Iterable[str], model_names: tuple[str, ...]) -> None:
@@ -115,18 +117,20 @@ def _run(
     address: "Address",
     options: "Options",
     model_names: tuple[str, ...],
-    in_thread: bool,
+    server: ServerSettings,
     traces: "SpanRecorder | None",
 ) -> None:
     """Load the model and serve it. Addresses are bound first, since loading takes long."""
     from lockstep.cache.events_config import read_kv_events
     from lockstep.engine.async_engine import AsyncEngine
     from lockstep.engine.kv_publisher import BlockFormat, open_publisher
+    from lockstep.replicas.transport import ReplicaTransport
     from lockstep.serve.http.access import is_loopback
     from lockstep.serve.server import serve as run
     from lockstep.serve.telemetry.metrics import cache_config
     from lockstep.worker.roofline import StepFloors
 
+    replicated = has_replicas(server)
     listener = address.bind()
     for name in address.unused_options():
         note(f"--{name} has no effect with --uds.", "yellow")
@@ -135,7 +139,9 @@ def _run(
     publisher = None
     try:
         publisher = open_publisher(read_kv_events(settings["kv_events_config"]))
-        if in_thread:
+        if replicated:
+            loaded: LoadedEngine = load_replicas(settings, server)
+        elif server.disable_frontend_multiprocessing:
             loaded = _load_in_thread(settings)
         else:
             loaded = _load_in_process(settings, options)
@@ -146,7 +152,8 @@ def _run(
             publisher.close()
         raise
     transport, processor, facts, rates = loaded
-    limits = replace(options.limits, max_running=facts.plan.max_num_seqs)
+    most_replicas = replica_range(server)[1]
+    limits = replace(options.limits, max_running=facts.plan.max_num_seqs * most_replicas)
     options = replace(options, limits=limits, replacements=facts.replacements)
     if publisher is not None:
         publisher.start(BlockFormat.of(facts.plan))
@@ -160,12 +167,13 @@ def _run(
             model_names=model_names,
             adapters=tuple(facts.plan.adapters),
             drafts_predictions=facts.plan.has_predictions,
-            fingerprint=facts.fingerprint,
+            fingerprint=facts.fingerprint + (ANY_NUMERICS if server.allow_other_numerics else ""),
             address=address,
             options=options,
             floors=StepFloors(facts.costs, rates) if rates else None,
             cache=cache_config(facts.config, facts.plan),
             traces=traces,
+            replicas=transport if isinstance(transport, ReplicaTransport) else None,
         )
     finally:
         client.shutdown()

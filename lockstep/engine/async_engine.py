@@ -5,7 +5,7 @@ import contextlib
 import logging
 import threading
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
@@ -46,7 +46,9 @@ class Receiver:
     deliver: receives the updates of requests.
     begun: receives the ids of requests before the engine works on them.
     lost: called with forget() when the engine is gone and another one may follow. It calls
-    forget(), which drops the transport's queued commands, and submits the open requests again.
+    forget(), which drops the transport's queued commands, and submits the open requests again. A
+    transport to several engines names the requests of the engine that is gone, and whether that
+    engine failed.
     ended: called once with the reason when no more updates follow; the flag is True where the
     engine ended without stop().
     blocks: receives the events of cached blocks.
@@ -54,9 +56,20 @@ class Receiver:
 
     deliver: Deliver
     begun: Callable[[Sequence[str]], None]
-    lost: Callable[[Callable[[], None]], Loss]
+    lost: "Lost"
     ended: Callable[[str, bool], None]
     blocks: DeliverBlocks = ignore_blocks
+
+
+class Lost(Protocol):
+    """Callback of a transport whose engine is gone: see Receiver."""
+
+    def __call__(
+        self,
+        forget: Callable[[], None],
+        request_ids: Collection[str] | None = None,
+        failed: bool = True,
+    ) -> Loss: ...
 
 
 class Transport(Protocol):
@@ -348,10 +361,16 @@ class AsyncEngine:
                 if request_id in self._open:
                     self._open[request_id].answer.has_begun = True
 
-    def _lost(self, forget: Callable[[], None]) -> Loss:
+    def _lost(
+        self,
+        forget: Callable[[], None],
+        request_ids: Collection[str] | None = None,
+        failed: bool = True,
+    ) -> Loss:
         """Handle the loss of the engine: submit the open requests again, in their order.
 
-        Ends a request that engines have worked on again and again when they were lost.
+        Ends a request that engines have worked on again and again when they failed. request_ids:
+        requests of the lost engine; None for all. failed: it ended unexpectedly.
         """
         if self._publisher is not None:
             self._publisher.publish([BlocksCleared()])
@@ -361,7 +380,9 @@ class AsyncEngine:
         with self._lock:
             forget()
             for opened in list(self._open.values()):
-                num_begun += opened.answer.lose_engine()
+                if request_ids is not None and opened.request.id not in request_ids:
+                    continue
+                num_begun += opened.answer.lose_engine(failed)
                 request = opened.answer.rest()
                 if request.failure is None:
                     rest.append(request)

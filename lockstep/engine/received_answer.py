@@ -29,10 +29,13 @@ class ReceivedAnswer:
         self.has_begun = True
         self.failures = 0
 
-    def lose_engine(self) -> bool:
-        """Handle the loss of the engine; return whether it had begun to work on the request."""
+    def lose_engine(self, failed: bool = True) -> bool:
+        """Handle the loss of the engine; return whether it had begun to work on the request.
+
+        failed: the engine ended unexpectedly, so that the request may be the cause.
+        """
         had_begun = self.has_begun
-        self.failures += had_begun
+        self.failures += had_begun and failed
         self.has_begun = False
         return had_begun
 

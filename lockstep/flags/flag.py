@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -83,6 +83,12 @@ def noted(name: str, says: str, form: Form = Form.TEXT, **more: Any) -> Flag:
 def refused(name: str, says: str, form: Form = Form.TEXT, **more: Any) -> Flag:
     """Create a flag that is refused: it would change outputs, or is not supported."""
     return Flag(name, Kind.REFUSED, says, form, **more)
+
+
+def only_of_server(flag: Flag) -> Flag:
+    """Return a flag for a command without its setting: only the values in `same` are allowed."""
+    says = "only `lockstep serve` has it; leave it out."
+    return replace(flag, kind=Kind.REFUSED, setting="", says=says)
 
 
 def spelled(value: Any) -> str:

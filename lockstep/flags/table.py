@@ -12,7 +12,7 @@ NUMBER = Form.NUMBER
 JSON = Form.JSON
 MANY = Form.MANY
 
-ONE_REPLICA = "start one server per GPU and balance the load; leave it out."
+OWN_REPLICAS = "one server routes to all replicas (--replicas); leave it out."
 NO_MEDIA = "only text is read and written, so the flag has no effect"
 ALL_ADAPTERS = "--lora-modules holds each of its adapters from the start, at any rank up to 512"
 NO_OFFLOAD = "the whole model is on the GPU; quantize it (--quantization), or leave it out."
@@ -478,15 +478,22 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         noted("dcp-comm-backend", "no cache is shared by its tokens"),
         noted("dcp-kv-cache-interleave-size", "no cache is shared by its tokens", NUMBER),
         noted("cp-kv-cache-interleave-size", "no cache is shared by its tokens", NUMBER),
-        refused("data-parallel-size", ONE_REPLICA, NUMBER, short=("-dp",), same=(1,)),
-        refused("data-parallel-rank", ONE_REPLICA, NUMBER, short=("-dpn",), same=(0,)),
-        refused("data-parallel-start-rank", ONE_REPLICA, NUMBER, short=("-dpr",), same=(0,)),
-        refused("data-parallel-size-local", ONE_REPLICA, NUMBER, short=("-dpl",), same=(1,)),
-        noted("data-parallel-address", "there is one replica", short=("-dpa",)),
-        noted("data-parallel-rpc-port", "there is one replica", NUMBER, short=("-dpp",)),
-        noted("data-parallel-backend", "there is one replica", short=("-dpb",)),
-        refused("data-parallel-hybrid-lb", ONE_REPLICA, SWITCH, short=("-dph",), same=(False,)),
-        refused("data-parallel-external-lb", ONE_REPLICA, SWITCH, short=("-dpe",), same=(False,)),
+        acts(
+            "data-parallel-size",
+            "engines behind the server, on Ray Serve",
+            NUMBER,
+            short=("-dp",),
+            setting="replicas",
+            same=(1,),
+        ),
+        refused("data-parallel-rank", OWN_REPLICAS, NUMBER, short=("-dpn",), same=(0,)),
+        refused("data-parallel-start-rank", OWN_REPLICAS, NUMBER, short=("-dpr",), same=(0,)),
+        refused("data-parallel-size-local", OWN_REPLICAS, NUMBER, short=("-dpl",), same=(1,)),
+        noted("data-parallel-address", "Ray places the replicas", short=("-dpa",)),
+        noted("data-parallel-rpc-port", "Ray places the replicas", NUMBER, short=("-dpp",)),
+        noted("data-parallel-backend", "Ray places the replicas", short=("-dpb",)),
+        refused("data-parallel-hybrid-lb", OWN_REPLICAS, SWITCH, short=("-dph",), same=(False,)),
+        refused("data-parallel-external-lb", OWN_REPLICAS, SWITCH, short=("-dpe",), same=(False,)),
         noted(
             "enable-expert-parallel",
             "experts are shared as --tensor-parallel-size says",
@@ -500,7 +507,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         noted("ubatch-size", "batches are not cut in two", NUMBER, same=(0,)),
         noted("dbo-decode-token-threshold", "batches are not cut in two", NUMBER),
         noted("dbo-prefill-token-threshold", "batches are not cut in two", NUMBER),
-        refused("enable-elastic-ep", ONE_REPLICA, SWITCH, same=(False,)),
+        refused("enable-elastic-ep", OWN_REPLICAS, SWITCH, same=(False,)),
         noted("disable-nccl-for-dp-synchronization", "there is one replica", SWITCH),
         noted("enable-eplb", "experts stay where they were loaded", SWITCH, same=(False,)),
         noted("eplb-config", "experts stay where they were loaded", JSON),
@@ -784,19 +791,26 @@ def all_flags() -> list[Flag]:
 
 
 SERVER_OPTIONS = (
+    "allow_other_numerics",
     "allowed_hosts",
     "api_key_file",
+    "downscale_delay",
     "enable_reset_prefix_cache",
     "limit_concurrency",
     "log_format",
     "max_body_size",
     "max_queued_requests",
+    "max_replicas",
     "metrics_names",
+    "min_replicas",
     "no_docs",
     "no_playground",
+    "ray_address",
+    "replicas",
     "request_timeout",
     "ssl_keyfile_password",
     "step_timeout",
+    "target_ongoing_requests",
     "timeout_keep_alive",
 )
 """Options of `lockstep serve` that no flag of vLLM sets and no other command has, as keywords."""

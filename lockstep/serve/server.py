@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import resource
+import signal
 import socket
 import ssl
 import stat
@@ -29,6 +30,7 @@ from lockstep.serve.requests.engine_client import EngineClient
 from lockstep.serve.requests.service import Limits, Service
 from lockstep.serve.telemetry.logs import LogFormat, configure_logs, log_request
 from lockstep.serve.telemetry.metrics import Metrics, Prefix
+from lockstep.serve.telemetry.replica_metrics import ReplicaCollector, ReplicaSource
 from lockstep.serve.telemetry.throughput import ThroughputLogger
 from lockstep.serve.telemetry.traces import SpanRecorder
 from lockstep.settings import why_unread
@@ -167,9 +169,15 @@ class _Server(uvicorn.Server):
     """uvicorn's server with a shutdown that waits for requests, and then ends the rest."""
 
     def __init__(
-        self, config: uvicorn.Config, service: Service, metrics: Metrics, options: Options
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        metrics: Metrics,
+        options: Options,
+        replicas: ReplicaSource | None,
     ) -> None:
         super().__init__(config)
+        self.replicas = replicas
         self.service = service
         self.metrics = metrics
         self.drain_seconds = options.drain_seconds
@@ -195,6 +203,10 @@ class _Server(uvicorn.Server):
             loop.call_soon_threadsafe(self.fail, reason)
 
         client.on_end = on_engine_end
+        if self.replicas is not None:
+            restart = self.replicas.restart_replicas
+            # Deploying blocks for a while, and streams must not wait for it.
+            loop.add_signal_handler(signal.SIGHUP, loop.run_in_executor, None, restart)
         # The engine may have ended before on_end was set.
         if not client.is_alive:
             self.fail("it ended while the server started")
@@ -296,7 +308,7 @@ def serve(
     floors: StepFloors | None = None,
     cache: Mapping[str, str] | None = None,
     traces: SpanRecorder | None = None,
-    show: Callable[[str], Any] = print,
+    replicas: ReplicaSource | None = None,
 ) -> None:
     """Serve until interrupted.
 
@@ -307,7 +319,7 @@ def serve(
     floors: roofline times of the engine's steps, for /metrics.
     cache: sizes and settings of the cache, for /metrics.
     traces: recorder of a span for every request.
-    show: prints the startup message.
+    replicas: engines of the client, for /metrics; SIGHUP restarts them one after the other.
 
     Raises EngineDeadError if the engine ended unexpectedly, and ConfigError if TLS fails.
     """
@@ -315,6 +327,9 @@ def serve(
     configure_logs(options.log_format, options.log_requests)
     metrics = Metrics(model_name, options.metrics_prefix, floors, cache, adapters)
     metrics.add_replacements(options.replacements)
+    if replicas is not None:
+        collector = ReplicaCollector(model_name, options.metrics_prefix, replicas)
+        metrics.registry.register(collector)
     on_record = [metrics.observe, log_request, *([traces.record] if traces else ())]
     service = Service(
         client,
@@ -338,15 +353,15 @@ def serve(
         options.cache_reset,
     )
 
-    server = _Server(_config(app, options), service, metrics, options)
+    server = _Server(_config(app, options), service, metrics, options, replicas)
 
     def announce() -> None:
         url = address.url(listener, bool(options.tls))
         has_template = processor.template is not None
         has_keys = bool(options.rules.keys)
-        show(startup_message(url, model_name, has_template, address.uds, has_keys))
+        print(startup_message(url, model_name, has_template, address.uds, has_keys))
         if options.playground and address.uds is None:
-            show(f"  Playground for a browser: {url}/")
+            print(f"  Playground for a browser: {url}/")
 
     # Objects that live as long as the server need not be scanned by every garbage collection.
     keep_from_collection()

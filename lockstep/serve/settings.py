@@ -14,7 +14,9 @@ MAX_SECONDS = 86_400.0
 MAX_MEBIBYTES = 1024.0
 MAX_QUEUED = 1_000_000
 MAX_CONNECTIONS = 65_536
+MAX_REPLICAS = 1024
 
+Replicas = Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
 Seconds = Annotated[float, Field(ge=0.001, le=MAX_SECONDS)]
 _none_is_empty = BeforeValidator(lambda names: () if names is None else names)
 Names = Annotated[tuple[str, ...], LIST_TO_TUPLE, _none_is_empty]
@@ -104,6 +106,45 @@ class ServerSettings(Settings):
         120.0,
         "time limit of a step, in seconds; then /health returns 503 and the engine is restarted",
         remedy="Set --step-timeout to an allowed value.",
+    )
+    replicas: Replicas = setting(
+        1,
+        "number of engines behind this server; more than one needs Ray, and each has its own GPUs",
+        remedy="Set --replicas to an allowed value.",
+    )
+    min_replicas: Replicas | None = setting(
+        None,
+        "fewest replicas with autoscaling; that of --replicas by default",
+        remedy="Set --min-replicas to an allowed value.",
+    )
+    max_replicas: Replicas | None = setting(
+        None,
+        "most replicas with autoscaling, which adds and removes them by the number of requests; "
+        "that of --replicas by default",
+        remedy="Set --max-replicas to an allowed value.",
+    )
+    target_ongoing_requests: Annotated[float, Field(ge=0.1, le=MAX_QUEUED)] | None = setting(
+        None,
+        "running and waiting requests per replica that autoscaling aims at; that of "
+        "--max-num-seqs by default",
+        remedy="Set --target-ongoing-requests to an allowed value.",
+    )
+    downscale_delay: Annotated[float, Field(ge=1, le=MAX_SECONDS)] = setting(
+        60.0,
+        "time of fewer requests than that after which autoscaling removes a replica, in seconds",
+        remedy="Set --downscale-delay to an allowed value.",
+    )
+    ray_address: Annotated[str, Field(pattern=r"^(auto|[^/\s]+:\d+)$")] | None = setting(
+        None,
+        "Ray cluster to run the replicas on: auto for the one of this machine, or HOST:PORT; Ray "
+        "is started on this machine by default",
+        allowed="auto, or the HOST:PORT that `ray start` printed",
+        remedy="Start the server on a machine of the cluster, with --ray-address auto.",
+    )
+    allow_other_numerics: bool = setting(
+        False,
+        "let requests go to replicas with other numerics than the server's, also in the middle of "
+        "an answer; then equal requests may get different answers",
     )
     disable_frontend_multiprocessing: bool = setting(
         False, "run the engine in a thread of the server's process"

@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.cli.command import unknown_option
 from lockstep.cli.vllm.config_file import read_config
 from lockstep.errors import ConfigError, choice_error
-from lockstep.flags.flag import SWITCHED, Flag, Form, Kind, acts, read_value
+from lockstep.flags.flag import SWITCHED, Flag, Form, Kind, acts, only_of_server, read_value
 from lockstep.flags.setter import FlagSetter
 from lockstep.flags.table import all_flags
 
@@ -66,7 +66,11 @@ class Reader:
         repeatable = [name for name, option in self._options.items() if option.repeatable]
         self._setter = FlagSetter(repeatable, note)
         command_flags = [option.flag() for option in self._options.values()]
-        vllm_flags = [flag for flag in all_flags() if self._has_setting(flag)]
+        vllm_flags = [
+            flag if self._has_setting(flag) else only_of_server(flag)
+            for flag in all_flags()
+            if self._has_setting(flag) or flag.same
+        ]
         self._flags = {flag.name: flag for flag in (*command_flags, *vllm_flags)}
         self._short = {
             short: flag for flag in (*vllm_flags, *command_flags) for short in flag.short

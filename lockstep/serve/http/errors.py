@@ -19,6 +19,7 @@ from lockstep.errors import (
     ContextLengthError,
     EngineDeadError,
     LockstepError,
+    NumericsError,
     RequestError,
     brief,
 )
@@ -92,6 +93,7 @@ _STATUSES: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (UnreadError, 400, "invalid_request_error", "answer_not_read"),
     (DeadlineError, 504, "server_error", "timeout"),
     (ComputeError, 500, "server_error", "compute_error"),
+    (NumericsError, 503, "server_error", "numerics_unavailable"),
     (EngineDeadError, 503, "server_error", "engine_unavailable"),
     (LockstepError, 503, "server_error", None),
 )

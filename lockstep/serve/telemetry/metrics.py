@@ -237,14 +237,7 @@ class Metrics:
         self._floor = self._new(
             Counter, "decode_step_floor_seconds", "Roofline time of the decode steps."
         )
-        direction = "copied to host memory and back."
-        self._transfers = [
-            self._new(Counter, f"kv_offload_total_{name}", f"{what} {direction}", "transfer_type")
-            for name, what in (
-                ("units", "Pages and snapshots"),
-                ("bytes", "Bytes of pages and snapshots"),
-            )
-        ]
+        self._transfers = self._transfer_counters()
         host_names = ("kv_offload_cpu_cache_usage_perc", *(["cpu_cache_usage_perc"] * is_vllm))
         description = "Used fraction of the cache in host memory."
         self._host_usages = [self._new(Gauge, name, description) for name in host_names]
@@ -276,6 +269,17 @@ class Metrics:
             key: self._new(Counter, name, _COUNTERS[key][1])
             for key, name in _FORMER_COUNTERS.items()
         }
+
+    def _transfer_counters(self) -> list[Counter]:
+        """Return the counters of transfers to and from host memory: units, and bytes."""
+        direction = "copied to host memory and back."
+        return [
+            self._new(Counter, f"kv_offload_total_{name}", f"{what} {direction}", "transfer_type")
+            for name, what in (
+                ("units", "Pages and snapshots"),
+                ("bytes", "Bytes of pages and snapshots"),
+            )
+        ]
 
     def _request_histogram(
         self, histogram: _RequestHistogram

@@ -1,0 +1,205 @@
+"""Replica's side: an engine that takes calls of several clients and reports to each of them."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from lockstep.engine.async_engine import Loss, Receiver, Transport
+from lockstep.engine.engine_loop import Delivery
+from lockstep.engine.messages import Began, Heartbeat, Updates
+from lockstep.errors import EngineDeadError
+from lockstep.replicas.messages import (
+    Call,
+    Hello,
+    OtherNumerics,
+    Query,
+    ReplicaReport,
+    Restarting,
+)
+from lockstep.scheduling.grammar import Grammar
+from lockstep.scheduling.request import Request
+
+HEARTBEAT_SECONDS = 0.5
+"""Interval between two heartbeats of a replica."""
+
+
+@dataclass(frozen=True)
+class RequestedGrammar:
+    """Grammar that only the engine's process compiles. recipe: what it is compiled from."""
+
+    recipe: object
+
+
+@dataclass
+class _OpenCall:
+    """Call that has not ended. ended: it has its last update, or the engine was lost."""
+
+    client: str
+    tag: str
+    ended: asyncio.Event
+
+
+class ReplicaHost:
+    """Engine of a replica, from start() to stop(), which belong to an event loop.
+
+    A lost engine ends all calls: their clients go on elsewhere. transport: to the engine; it may
+    restart a lost one. make_grammar: compiles grammars where the transport takes compiled ones.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        hello: Hello,
+        make_grammar: Callable[[Any], Grammar] | None = None,
+    ) -> None:
+        self.transport = transport
+        self.hello = hello
+        self._make_grammar = make_grammar
+        self._loop: asyncio.AbstractEventLoop
+        self._lock = threading.Lock()
+        self._calls: dict[str, _OpenCall] = {}
+        self._outboxes: dict[str, asyncio.Queue[ReplicaReport]] = {}
+        self._fault: str | None = None
+        self._heartbeats: asyncio.Task[None]
+
+    def start(self) -> None:
+        """Start the engine."""
+        self._loop = asyncio.get_running_loop()
+        self.transport.start(Receiver(self._deliver, self._begin, self._lose, self._close))
+        self._heartbeats = self._loop.create_task(self._send_heartbeats())
+
+    def stop(self) -> None:
+        """Stop the engine after its current step. Any thread may call it."""
+        self.transport.stop()
+
+    def check(self) -> None:
+        """Raise EngineDeadError if the engine has ended and is not restarted."""
+        if self._fault is not None:
+            raise EngineDeadError(f"the engine has stopped: {self._fault}.")
+
+    async def run(self, call: Call) -> AsyncIterator[OtherNumerics]:
+        """Run a call until it ends; cancel it to abort. Yield OtherNumerics to refuse it."""
+        self.check()
+        if call.numerics not in ("", self.hello.numerics) and not call.allow_other_numerics:
+            yield OtherNumerics(self.hello.numerics)
+            return
+        request = self._request(call)
+        opened = _OpenCall(call.client, call.tag, asyncio.Event())
+        with self._lock:
+            self._calls[request.id] = opened
+            self.transport.submit([request])
+        try:
+            await opened.ended.wait()
+        finally:
+            with self._lock:
+                if self._calls.pop(request.id, None) is not None:
+                    self.transport.abort(request.id)
+
+    async def reports(self, query: Query) -> AsyncIterator[Sequence[ReplicaReport]]:
+        """Yield the reports for a client, all that wait at once, until it goes away."""
+        outbox = self._outbox(query.client)
+        try:
+            yield [self.hello]
+            while True:
+                reports = [await outbox.get()]
+                while not outbox.empty():
+                    reports.append(outbox.get_nowait())
+                yield reports
+        finally:
+            self._outboxes.pop(query.client, None)
+
+    async def reset_prefix_cache(self) -> None:
+        """Drop all cached prefixes."""
+        self.transport.reset_prefix_cache()
+
+    def _request(self, call: Call) -> Request:
+        """Return the engine's request: its id is that of the call, and is not used again."""
+        request = call.request.request()
+        recipe = call.request.grammar
+        if recipe is not None:
+            compiled = self._make_grammar(recipe) if self._make_grammar else None
+            request.grammar = compiled or cast(Grammar, RequestedGrammar(recipe))
+        return replace(request, id=f"{request.id}.{call.tag}")
+
+    def _outbox(self, client: str) -> asyncio.Queue[ReplicaReport]:
+        """Return the queue of a client's reports; its updates may come before it asks for them."""
+        return self._outboxes.setdefault(client, asyncio.Queue())
+
+    def _post(self, reports: Iterable[tuple[str, ReplicaReport]]) -> None:
+        """Queue reports of clients, from any thread."""
+
+        def put(items: Sequence[tuple[str, ReplicaReport]]) -> None:
+            for client, report in items:
+                self._outbox(client).put_nowait(report)
+
+        self._loop.call_soon_threadsafe(put, list(reports))
+
+    def _deliver(self, updates: Sequence[Delivery]) -> None:
+        """Report the updates of a step to the clients of its calls."""
+        by_client: dict[str, list[Delivery]] = {}
+        ended: list[_OpenCall] = []
+        with self._lock:
+            for request_id, item in updates:
+                opened = self._calls.get(request_id)
+                if opened is None:
+                    continue
+                by_client.setdefault(opened.client, []).append((opened.tag, item))
+                if isinstance(item, Exception) or item.finish_reason is not None:
+                    ended.append(self._calls.pop(request_id))
+        self._post((client, Updates(items)) for client, items in by_client.items())
+        self._end(ended)
+
+    def _begin(self, request_ids: Sequence[str]) -> None:
+        """Report the calls on which the engine begins to work."""
+        by_client: dict[str, list[str]] = {}
+        with self._lock:
+            for request_id in request_ids:
+                if request_id in self._calls:
+                    opened = self._calls[request_id]
+                    by_client.setdefault(opened.client, []).append(opened.tag)
+        self._post((client, Began(tags)) for client, tags in by_client.items())
+
+    def _lose(
+        self, forget: Callable[[], None], request_ids: object = None, failed: bool = True
+    ) -> Loss:
+        """End all calls, since the engine is lost and will be restarted."""
+        with self._lock:
+            forget()
+            calls = list(self._calls.values())
+            self._calls.clear()
+        self._report_loss("its engine was lost", calls)
+        # The clients count the requests that go on.
+        return Loss(0, 0, len(calls))
+
+    def _close(self, why: str, by_itself: bool) -> None:
+        """End all calls, since the engine has ended for good."""
+        self._fault = why
+        with self._lock:
+            calls = list(self._calls.values())
+            self._calls.clear()
+        self._report_loss(why, calls)
+
+    def _report_loss(self, why: str, calls: Sequence[_OpenCall]) -> None:
+        report = Restarting(why)
+
+        def post_to_all() -> None:
+            for outbox in self._outboxes.values():
+                outbox.put_nowait(report)
+
+        self._loop.call_soon_threadsafe(post_to_all)
+        self._end(calls)
+
+    def _end(self, calls: Sequence[_OpenCall]) -> None:
+        for opened in calls:
+            self._loop.call_soon_threadsafe(opened.ended.set)
+
+    async def _send_heartbeats(self) -> None:
+        """Report the engine's counters to all clients, as long as an engine runs."""
+        while self._fault is None:
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            if not self.transport.restarting:
+                report = Heartbeat(self.transport.stats(), self.transport.stalled_for)
+                for outbox in self._outboxes.values():
+                    outbox.put_nowait(report)

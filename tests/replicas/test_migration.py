@@ -1,0 +1,189 @@
+"""Answers of requests that move between replicas: everything that users get is as without."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from lockstep import LLM, SamplingParams
+from lockstep.async_llm import AsyncLLM
+from lockstep.errors import NumericsError
+from lockstep.outputs import RequestOutput
+from lockstep.replicas.transport import ReplicaTransport
+from tests.bundled_model import PROMPTS, SEEDED, answer, make_engine
+from tests.replicas.local_fleet import LocalFleet
+
+LENGTH = 24
+AFTER = 4
+"""Tokens of an answer after which its replica goes away."""
+PARAMS: list[SamplingParams] = [
+    replace(SEEDED, max_tokens=LENGTH, n=2, logprobs=2, prompt_logprobs=1),
+    replace(SEEDED, max_tokens=LENGTH, stop=["zz", "):\n\n\n"], include_stop_str_in_output=True),
+    replace(
+        SEEDED,
+        max_tokens=LENGTH,
+        ignore_eos=False,
+        structured_outputs={"regex": "([a-d][0-9]-){6}"},
+    ),
+    replace(SEEDED, max_tokens=LENGTH, presence_penalty=1.5, frequency_penalty=0.5, min_tokens=9),
+]
+
+
+@dataclass
+class Replicas:
+    """Two replicas of the bundled model behind one client."""
+
+    llm: AsyncLLM
+    fleet: LocalFleet
+    transport: ReplicaTransport
+
+    async def answers(
+        self, prompts: list[Any], params: list[SamplingParams], act: Callable[[], None] | None
+    ) -> list[RequestOutput]:
+        """Return the answers; call act() once the first one has AFTER tokens."""
+        acted = act is None
+
+        async def read(prompt: Any, one: SamplingParams) -> RequestOutput:
+            nonlocal acted
+            async for output in self.llm.generate(prompt, one.clone()):
+                if not acted and len(output.outputs[0].token_ids) >= AFTER:
+                    acted = True
+                    act()
+            return output
+
+        return await asyncio.gather(*map(read, prompts, params))
+
+    async def until_ready(self) -> None:
+        """Wait until both replicas have told their numerics."""
+        while not all(state.numerics for state in self.transport.router._replicas.values()):
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def running(
+    numerics: dict[str, str] | None = None, allow: bool = False, serves: str = ""
+) -> AsyncIterator[Replicas]:
+    llms = {name: make_engine(None, max_num_batched_tokens=64) for name in "ab"}
+    first = llms["a"]
+    fleet = LocalFleet(llms, numerics)
+    transport = ReplicaTransport(fleet, serves or first.engine.fingerprint, allow)
+    llm = AsyncLLM.__new__(AsyncLLM)
+    llm.processor = first.processor
+    llm._start(transport, first.engine.facts, None)
+    replicas = Replicas(llm, fleet, transport)
+    await replicas.until_ready()
+    try:
+        yield replicas
+    finally:
+        await asyncio.to_thread(llm.shutdown)
+
+
+@pytest.fixture(scope="module")
+def alone() -> LLM:
+    return make_engine("mtp", max_num_batched_tokens=64)
+
+
+@pytest.mark.parametrize("way", ("kill", pytest.param("drain", marks=pytest.mark.slow)))
+def test_answers_do_not_change_where_a_replica_goes_away(alone: LLM, way: str) -> None:
+    """Completions, log-probabilities of answers and prompts, stop strings, grammars, penalties."""
+    params = [PARAMS[i % 4].clone() for i in range(8)]
+    prompts = [PROMPTS[i // 2] for i in range(8)]
+    expected = list(map(answer, alone.generate(prompts, [one.clone() for one in params])))
+
+    async def work() -> tuple[list[RequestOutput], ReplicaTransport, LocalFleet]:
+        async with running() as replicas:
+            fleet = replicas.fleet
+            leave = {"kill": lambda: fleet.kill("a"), "drain": lambda: fleet.list("b")}[way]
+            outputs = await replicas.answers(prompts, params, leave)
+            assert replicas.transport.router.replica_ids == ["b"]
+            stats = replicas.llm.stats()
+            assert stats.resumed_total == sum(replicas.transport.moved_total.values())
+            assert stats.num_running + stats.num_waiting == 0 or stats.generation_tokens_total
+            assert not replicas.transport._progress and not replicas.transport._request_of
+            return outputs, replicas.transport, fleet
+
+    outputs, transport, fleet = asyncio.run(work())
+    assert list(map(answer, outputs)) == expected
+    assert {name for _, name in fleet.routed} == {"a", "b"}
+    reason = {"kill": "lost", "drain": "drained"}[way]
+    assert transport.moved_total[reason] > 2, "requests were moved in the middle"
+
+
+@pytest.mark.slow
+def test_answers_wait_while_no_replica_is_left(alone: LLM) -> None:
+    prompts, params = PROMPTS, PARAMS
+    expected = list(map(answer, alone.generate(prompts, [one.clone() for one in params])))
+
+    async def work() -> list[RequestOutput]:
+        async with running() as replicas:
+            fleet, loop = replicas.fleet, asyncio.get_running_loop()
+
+            def leave() -> None:
+                fleet.list()
+                loop.call_later(0.8, check)
+                loop.call_later(0.9, fleet.list, "b")
+
+            def check() -> None:
+                assert replicas.llm._client.restarting and not replicas.llm.is_running
+
+            return await replicas.answers(prompts, params, leave)
+
+    assert list(map(answer, asyncio.run(work()))) == expected
+
+
+def test_a_request_ends_where_no_replica_has_its_numerics() -> None:
+    async def work() -> tuple[str, str]:
+        numerics = {"a": "ls-one", "b": "ls-two"}
+        async with running(numerics, serves="ls-one") as replicas:
+            long = replace(SEEDED, max_tokens=200)
+            with pytest.raises(NumericsError) as begun:
+                await replicas.answers([PROMPTS[0]], [long], lambda: replicas.fleet.kill("a"))
+            with pytest.raises(NumericsError) as new:
+                await replicas.answers([PROMPTS[0]], [long], None)
+            assert {name for _, name in replicas.fleet.routed} == {"a"}
+            assert not replicas.transport._progress
+            return str(begun.value), str(new.value)
+
+    begun, new = asyncio.run(work())
+    assert "tokens were computed with the numerics ls-one" in begun
+    assert "all replicas that run have ls-two" in begun and "--allow-other-numerics" in begun
+    assert "the server answers with the numerics ls-one" in new and "have ls-two" in new
+
+
+def test_a_request_goes_on_with_other_numerics_if_allowed() -> None:
+    """Both replicas compute alike here, so that only the fingerprints differ."""
+
+    async def work() -> tuple[list[RequestOutput], set[str]]:
+        numerics = {"a": "ls-one", "b": "ls-two"}
+        async with running(numerics, allow=True) as replicas:
+            fleet = replicas.fleet
+            first = [replace(SEEDED, max_tokens=LENGTH), replace(SEEDED, max_tokens=LENGTH)]
+            outputs = await replicas.answers(PROMPTS[:2], first, lambda: fleet.kill("a"))
+            return outputs, {name for _, name in fleet.routed}
+
+    outputs, names = asyncio.run(work())
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [LENGTH, LENGTH]
+    assert names == {"a", "b"}
+    assert all(output.metrics.forced_mismatch is None for output in outputs)
+
+
+def test_aborted_requests_leave_the_replicas() -> None:
+    async def work() -> None:
+        async with running() as replicas:
+            streams = [
+                replicas.llm.generate(prompt, replace(SEEDED, max_tokens=100)) for prompt in PROMPTS
+            ]
+            for stream in streams:
+                await anext(stream)
+                await stream.aclose()
+            hosts = replicas.fleet.hosts.values()
+            while any(host._calls or host.transport.engine.has_work() for host in hosts):
+                await asyncio.sleep(0.01)
+            assert not replicas.transport._progress
+            await replicas.llm.reset_prefix_cache()
+            await replicas.answers(PROMPTS, [replace(SEEDED, max_tokens=4)] * 4, None)
+
+    asyncio.run(asyncio.wait_for(work(), 60))
