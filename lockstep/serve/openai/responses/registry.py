@@ -44,9 +44,10 @@ class ResponseRegistry:
         """Read responses of an earlier process from the journal, where they are not here."""
         for response_id in response_ids:
             if response_id not in self.running and self.store.get(response_id) is None:
-                stream = await self.service.streams.find(self.KIND, response_id)
-                if stream is not None and response_id not in self.running:
-                    await stream.event_log.wait()
+                await self.service.streams.find(self.KIND, response_id)
+            writer = self.running.get(response_id)
+            if writer is not None and writer.active.is_history and writer.event_log is not None:
+                await writer.event_log.wait()
 
     async def load_references(self, previous_id: str | None, items: Sequence[InputItem]) -> None:
         """Read the responses that an input refers to from the journal, where they are not here."""
