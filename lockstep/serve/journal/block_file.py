@@ -36,7 +36,7 @@ class NotAJournalError(ValueError):
 
 
 class InUseError(ValueError):
-    """Another process has the file open."""
+    """The file is open in another process."""
 
 
 class TooSmallError(ValueError):
@@ -60,7 +60,7 @@ class BlockFile:
     """File of logs, which one process has open.
 
     label: JSON object of the caller in the file's header; {} in a new file. epoch: how often the
-    file was opened. Records of later epochs never stand before those of earlier ones, so that
+    file was opened. Records of later epochs never come before those of earlier ones, so that
     remains of a damaged tail are not taken for new records.
 
     Methods are for one thread, but for sync(). They raise OSError where the disk fails.

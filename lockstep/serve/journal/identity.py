@@ -1,4 +1,4 @@
-"""What answers depend on, by name: a server goes on with answers where all of it is equal."""
+"""Identity of a server's answers: it goes on with answers of an equal identity only."""
 
 import os
 from collections.abc import Iterable

@@ -446,5 +446,5 @@ def _loop_time() -> float:
 
 
 def saved_error(error: tuple[str, str] | None) -> Exception | None:
-    """Return the error that ended a saved answer; None where it ended by itself."""
+    """Return the error that ended a saved answer; None where no error did."""
     return None if error is None else SAVED_ERRORS[error[0]](error[1])

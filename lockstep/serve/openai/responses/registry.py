@@ -20,7 +20,7 @@ MAX_SHOWN_ID = 80
 
 
 class ResponseRegistry:
-    """Running and stored responses of a service. A client sees those of its own API key only.
+    """Running and stored responses of a service. A client sees only those of its API key.
 
     running: writers of responses that are in progress, by id.
     """

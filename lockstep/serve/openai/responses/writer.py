@@ -329,7 +329,7 @@ class ResponsesWriter(ResponseWriter):
     def suspended_event(self, error: EngineDeadError, last_number: int) -> ResponsesEvent:
         """Return the last event of a response that the next process goes on with.
 
-        It has the number of the event before it, so that a reader goes on behind that one.
+        It has the number of the event before it, so that a reader goes on after that one.
         """
         return self._error_event(status_and_body(error)[1], last_number)
 
