@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from lockstep.config import EngineConfig
 from lockstep.engine.async_engine import AsyncEngine, Update
+from lockstep.engine.kv_publisher import BlockFormat, KVEventPublisher, open_publisher
 from lockstep.engine.process_transport import ProcessTransport
 from lockstep.engine.stats import Stats
 from lockstep.engine.thread_transport import ThreadTransport
@@ -70,26 +71,43 @@ class AsyncLLM:
     ) -> None:
         config, text = EngineArgs(model, **settings).read()
         transport: ThreadTransport | ProcessTransport
-        if disable_frontend_multiprocessing:
-            transport = ThreadTransport(build_engine(config, progress))
-            facts = transport.engine.facts
-        else:
-            make = partial(build_remote_engine, config, text)
-            transport = ProcessTransport(make, STEP_SECONDS, progress)
-            facts = transport.facts
-        self._adopt(transport, facts, text)
+        publisher = open_publisher(config.kv_events_config)
+        try:
+            if disable_frontend_multiprocessing:
+                transport = ThreadTransport(build_engine(config, progress))
+                facts = transport.engine.facts
+            else:
+                make = partial(build_remote_engine, config, text)
+                transport = ProcessTransport(make, STEP_SECONDS, progress)
+                facts = transport.facts
+            self._read_text(transport, facts, text)
+        except BaseException:
+            if publisher is not None:
+                publisher.close()
+            raise
+        self._start(transport, facts, publisher)
 
-    def _adopt(
+    def _read_text(
         self, transport: ThreadTransport | ProcessTransport, facts: Facts, text: TextSettings
     ) -> None:
-        """Read the text side and start serving."""
+        """Read the text side; stop the engine where that fails."""
         try:
             self.processor = processor_of(facts, text)
         except BaseException:
             transport.stop()
             raise
+
+    def _start(
+        self,
+        transport: ThreadTransport | ProcessTransport,
+        facts: Facts,
+        publisher: KVEventPublisher | None,
+    ) -> None:
+        """Start serving."""
         self._facts = facts
-        self._client = AsyncEngine(transport, remedy=REMEDY)
+        if publisher is not None:
+            publisher.start(BlockFormat.of(facts.plan))
+        self._client = AsyncEngine(transport, remedy=REMEDY, publisher=publisher)
         self._client.start()
         self._groups: dict[str, RequestGroup] = {}
         # Where this object goes without shutdown(), the engine ends with it.

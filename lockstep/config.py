@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from lockstep import spec
+from lockstep.cache.events_config import EXAMPLE as EVENTS_EXAMPLE
+from lockstep.cache.events_config import KVEventsConfig, read_kv_events
 from lockstep.errors import ConfigError
 from lockstep.scheduling.chunks import FORCED_TOKENS, FORCED_WINDOWS
 from lockstep.settings import (
@@ -199,6 +201,13 @@ class EngineConfig(Settings):
         allowed=f"numbers from 0 to {1 << 20}, in GiB, or sizes such as 24G or 24GB",
         is_size=True,
     )
+    kv_events_config: KVEventsConfig | None = setting(
+        None,
+        f"events of cached blocks over ZeroMQ, for gateways that route by prefix, e.g. "
+        f"{EVENTS_EXAMPLE}",
+        allowed="None or a dict",
+        remedy="Write it as a dict, or leave it out.",
+    )
     scheduling_policy: Literal["fcfs", "priority"] = setting(
         "fcfs", "fcfs, or priority (lower values first)", remedy=_CHOOSE_ONE
     )
@@ -259,7 +268,9 @@ class EngineConfig(Settings):
         """Raise ConfigError for an invalid setting or an invalid combination."""
         # The class is frozen, so that checked values replace the fields by this call.
         object.__setattr__(self, "speculative_config", spec.read(self.speculative_config))
+        object.__setattr__(self, "kv_events_config", read_kv_events(self.kv_events_config))
         super().__post_init__()
+        self._check_events()
         if self.num_gpu_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError(
                 f"num_gpu_blocks={self.num_gpu_blocks} is not allowed with kv_cache_memory_bytes="
@@ -275,6 +286,15 @@ class EngineConfig(Settings):
                 f"synthetic_acceptance={speculative.synthetic_acceptance} is not allowed with "
                 f"load_format={self.load_format!r}: it replaces the model's own answers. Allowed: "
                 "load_format='dummy' (random weights). Remove it, or choose dummy."
+            )
+
+    def _check_events(self) -> None:
+        """Raise ConfigError where events are wanted of a cache that keeps no blocks."""
+        events = self.kv_events_config
+        if events is not None and events.is_on and not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_events_config is not allowed with enable_prefix_caching=False, where no block "
+                "is cached. Remove one of them."
             )
 
     def _check_nodes(self) -> None:

@@ -14,6 +14,7 @@ from lockstep.config import EngineConfig
 from lockstep.engine.async_engine import AsyncEngine, Inbox, Update
 from lockstep.engine.engine import Engine
 from lockstep.engine.engine_process import MakeGrammar, lower_priority
+from lockstep.engine.kv_publisher import BlockFormat, open_publisher
 from lockstep.engine.thread_transport import ThreadTransport
 from lockstep.engine_args import EngineArgs
 from lockstep.engine_builder import build_engine
@@ -382,7 +383,12 @@ class LLM:
         """Return the client of the engine's thread, which the first call starts."""
         with self._starting:
             if self._client is None:
-                client = AsyncEngine(ThreadTransport(self.engine), remedy="Make a new LLM.")
+                publisher = open_publisher(self.engine.config.kv_events_config)
+                if publisher is not None:
+                    publisher.start(BlockFormat.of(self.engine.plan))
+                client = AsyncEngine(
+                    ThreadTransport(self.engine), remedy="Make a new LLM.", publisher=publisher
+                )
                 client.start()
                 self._client = client
                 # The thread refers to the engine, not to this object. If this object is collected

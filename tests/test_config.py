@@ -30,6 +30,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("quantization", ["int4"], "fp8, int8, int4"),
     ("device", "tpu", "auto, cpu, cuda"),
     ("load_format", "gguf", "auto, dummy"),
+    ("kv_events_config", 5557, "None or a dict"),
     ("hf_overrides", "rope_theta", "a dict of config.json's settings"),
     ("hf_overrides", {1: 2}, "a dict of config.json's settings"),
     ("kv_cache_memory_bytes", 0, "from 1 to 1125899906842624"),

@@ -8,8 +8,9 @@ those to the host run before its steps write, those to the device before its pro
 
 from dataclasses import dataclass
 
+from lockstep.cache.block_log import BlockLog
 from lockstep.cache.groups import CacheSeq, PagedGroup, StateGroup
-from lockstep.cache.host_tier import HostPool, Moves
+from lockstep.cache.host_tier import DEVICE, HOST, PAGES, SLOTS, HostPool, Key, Moves
 from lockstep.errors import ConfigError
 
 
@@ -54,7 +55,7 @@ class Cache:
     """Bookkeeping of pages and slots: their owners, their cached content and their pins.
 
     query_tokens: prompt tokens of admitted sequences that may reuse prefixes. hit_tokens: those of
-    them that were cached.
+    them that were cached. block_log: None until log_blocks().
     """
 
     def __init__(self, config: CacheConfig) -> None:
@@ -69,6 +70,15 @@ class Cache:
         self.seqs: set[CacheSeq] = set()
         self.hit_tokens = 0
         self.query_tokens = 0
+        self.block_log: BlockLog | None = None
+
+    def log_blocks(self) -> BlockLog:
+        """Log what is cached from now on, while nothing is cached yet; return the log."""
+        log = BlockLog(self.config.page_size, self.state is not None)
+        self.block_log = self.host.observer = log
+        for group in self.groups:
+            group.pool.observer = log
+        return log
 
     @property
     def host_hit_tokens(self) -> int:
@@ -213,6 +223,8 @@ class Cache:
         self.host.drop_cached()
         for group in self.groups:
             group.pool.drop_cached()
+        if self.block_log is not None:
+            self.block_log.clear()
 
     def check(self) -> None:
         """Assert the invariants: every id has one state, references equal owners, pins are
@@ -230,3 +242,12 @@ class Cache:
             for seq in self.seqs:
                 assert self.state.pool.refs[seq.slot] == 1, "a row's slot is shared"
                 assert seq.slot not in self.state.pool.key_of, "a row's slot is a snapshot"
+        if self.block_log is not None:
+            pages, slots = self._cached(PAGES), self._cached(SLOTS)
+            self.block_log.check(pages, slots)
+
+    def _cached(self, pool: str) -> dict[str, set[Key]]:
+        """Return the keys that each medium has of a pool."""
+        on_device = {key for g in self.groups if g.pool.host.name == pool for key in g.pool.by_key}
+        on_host = {key for name, key in self.host.entries if name == pool}
+        return {DEVICE: on_device, HOST: on_host}

@@ -32,18 +32,21 @@ class CacheSeq:
 
     output: the request's own list of answer tokens, which grows. salt: root of the page keys
     (salt_of); pages are shared among requests of the same root only. reuse: whether the request may
-    resume cached prefixes. digests: token position -> digest of the content that a placeholder
-    token there represents, such as an image. pages: page j has tokens [j * page_size, (j + 1) *
-    page_size); the first `published` are cached. slot: state slot, 0 for none. source: slot of the
-    snapshot that the sequence resumed from, 0 for none. branch: tokens of a cached prefix whose
-    state has no snapshot, else 0; another prompt shares the prefix and continues differently after
-    it. keys: keys of the first pages, computed on demand.
+    resume cached prefixes. cache_salt, adapter: the salt and the adapter's name of which the root
+    is a hash; only a block log reads them. digests: token position -> digest of the content that a
+    placeholder token there represents, such as an image. pages: page j has tokens [j * page_size,
+    (j + 1) * page_size); the first `published` are cached. slot: state slot, 0 for none. source:
+    slot of the snapshot that the sequence resumed from, 0 for none. branch: tokens of a cached
+    prefix whose state has no snapshot, else 0; another prompt shares the prefix and continues
+    differently after it. keys: keys of the first pages, computed on demand.
     """
 
     prompt: Sequence[int]
     output: Sequence[int] = ()
     salt: bytes = b""
     reuse: bool = True
+    cache_salt: str = ""
+    adapter: str = ""
     digests: Mapping[int, bytes] = field(default_factory=dict)
     pages: list[int] = field(default_factory=list)
     slot: int = 0
@@ -112,7 +115,10 @@ class PagedGroup:
     def commit(self, seq: CacheSeq, tokens: int) -> None:
         """Publish the pages that `tokens` final tokens fill."""
         for page in range(seq.published, min(tokens // self.page_size, len(seq.pages))):
-            self.pool.publish(seq.pages[page], seq.key(page, self.page_size))
+            key = seq.key(page, self.page_size)
+            if self.pool.observer is not None:
+                self.pool.observer.describe(seq, page)
+            self.pool.publish(seq.pages[page], key)
             seq.published = page + 1
 
     def release(self, seq: CacheSeq) -> None:

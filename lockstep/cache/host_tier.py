@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 Key = bytes
 """Key of cached content: a hash of everything that determines it."""
@@ -10,6 +11,25 @@ SLOTS = "slots"
 """Names of the pools, and of the units in them."""
 Name = tuple[str, Key]
 """Name of an entry: its pool and its key there."""
+DEVICE = "GPU"
+HOST = "CPU"
+"""Media of cached content, in vLLM's names. The device's is GPU, also where a CPU computes."""
+
+
+class ContentObserver(Protocol):
+    """Observer of cached content: see lockstep.cache.block_log."""
+
+    def describe(self, seq: Any, page: int) -> None:
+        """Name the page of a sequence that is about to be cached."""
+        ...
+
+    def add(self, pool: str, medium: str, key: Key) -> None:
+        """Note that a medium now has the content of a key."""
+        ...
+
+    def remove(self, pool: str, medium: str, key: Key) -> None:
+        """Note that a medium no longer has the content of a key."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -28,7 +48,8 @@ class HostPool:
     """`size` host pages. An entry occupies a tuple of them; its content never changes.
 
     evictions: copies to the host of the current schedule. Only the latest copy to a host page is
-    kept, so the copies may run in any order. num_pinned: host pages of pinned entries.
+    kept, so the copies may run in any order. num_pinned: host pages of pinned entries. observer:
+    None, so that nothing is reported.
     """
 
     def __init__(self, size: int) -> None:
@@ -38,6 +59,7 @@ class HostPool:
         self.evictions: dict[Name, Move] = {}
         self.pinned: set[Name] = set()
         self.num_pinned = 0
+        self.observer: ContentObserver | None = None
 
     @property
     def used(self) -> int:
@@ -70,8 +92,12 @@ class HostPool:
             self.free.extend(self.entries.pop(oldest))
             # Its copy must not overwrite the new entry, which may get the same host pages.
             self.evictions.pop(oldest, None)
+            if self.observer is not None:
+                self.observer.remove(oldest[0], HOST, oldest[1])
         host_pages = tuple(self.free.pop() for _ in range(length))
         self.entries[name] = host_pages
+        if self.observer is not None:
+            self.observer.add(name[0], HOST, name[1])
         return host_pages
 
     def end_schedule(self) -> None:

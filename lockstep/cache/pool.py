@@ -7,14 +7,15 @@ handed out.
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 
-from lockstep.cache.host_tier import HostPool, HostStore, Key
+from lockstep.cache.host_tier import DEVICE, ContentObserver, HostPool, HostStore, Key
 
 
 class Pool:
     """Pool of `size` units, the null one included.
 
     Idle units are evicted least recently used first, to the host tier if there is one. refs: unit
-    -> number of its owners. by_key, key_of: maps between keys and cached units.
+    -> number of its owners. by_key, key_of: maps between keys and cached units. observer: None, so
+    that nothing is reported.
     """
 
     def __init__(self, size: int, host: HostStore | None = None) -> None:
@@ -25,6 +26,7 @@ class Pool:
         self.refs: dict[int, int] = {}
         self.by_key: dict[Key, int] = {}
         self.key_of: dict[int, Key] = {}
+        self.observer: ContentObserver | None = None
 
     @property
     def total(self) -> int:
@@ -50,6 +52,8 @@ class Pool:
             key = self.key_of.pop(unit)
             del self.by_key[key]
             self.host.keep(unit, key)
+            if self.observer is not None:  # after host memory has it: the content stays cached
+                self.observer.remove(self.host.name, DEVICE, key)
         else:
             return 0
         self.refs[unit] = 1
@@ -76,6 +80,8 @@ class Pool:
         if key not in self.by_key and unit not in self.key_of:
             self.by_key[key] = unit
             self.key_of[unit] = key
+            if self.observer is not None:
+                self.observer.add(self.host.name, DEVICE, key)
 
     def find(self, key: Key) -> int:
         """Return the id cached under a key, or 0."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
+from lockstep.cache.events_config import KVEventsConfig
 from lockstep.cli.vllm.command import panel_of
 from lockstep.cli.vllm.read import CONFIG
 from lockstep.config import EngineConfig, adapter_paths
@@ -149,9 +150,9 @@ def _option_type(field: Field[Any], hint: Any) -> tuple[Any, Any]:
 
 
 def _is_object(hint: Any) -> bool:
-    """Return whether a setting's type is dict or None; its option is JSON."""
+    """Return whether a setting's type is dict or settings, or None; its option is JSON."""
     types = {get_origin(member) or member for member in get_args(hint)}
-    return types == {dict, NoneType}
+    return NoneType in types and types <= {dict, KVEventsConfig, NoneType}
 
 
 def _read_option(settings: type[Settings], name: str, value: Any) -> Any:

@@ -144,8 +144,10 @@ def _run(
     traces: "SpanRecorder | None",
     journal: "Journal | None",
 ) -> None:
-    """Load the model and serve it. The address is bound first, since loading takes long."""
+    """Load the model and serve it. Addresses are bound first, since loading takes long."""
+    from lockstep.cache.events_config import read_kv_events
     from lockstep.engine.async_engine import AsyncEngine
+    from lockstep.engine.kv_publisher import BlockFormat, open_publisher
     from lockstep.serve.http.access import is_loopback
     from lockstep.serve.server import serve as run
     from lockstep.serve.telemetry.metrics import cache_config
@@ -156,19 +158,25 @@ def _run(
         note(f"--{name} has no effect with --uds.", "yellow")
     if not (options.rules.keys or address.uds or is_loopback(address.host)):
         note(f"host={address.host} is open to the network, without a key: set --api-key.", "yellow")
+    publisher = None
     try:
+        publisher = open_publisher(read_kv_events(settings["kv_events_config"]))
         if in_thread:
             loaded = _load_in_thread(settings)
         else:
             loaded = _load_in_process(settings, options)
     except BaseException:
-        # Also after Ctrl-C: nothing else would close the socket.
+        # Also after Ctrl-C: nothing else would close the sockets.
         listener.close()
+        if publisher is not None:
+            publisher.close()
         raise
     transport, processor, facts, rates = loaded
     limits = replace(options.limits, max_running=facts.plan.max_num_seqs)
     options = replace(options, limits=limits, journal=journal)
-    client = AsyncEngine(transport)
+    if publisher is not None:
+        publisher.start(BlockFormat.of(facts.plan))
+    client = AsyncEngine(transport, publisher=publisher)
     client.start()
     try:
         if journal is not None:

@@ -7,11 +7,13 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextvars import Context, copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
-from lockstep.engine.engine_loop import Deliver, Delivery
+from lockstep.cache.block_log import BlocksCleared
+from lockstep.engine.engine_loop import Deliver, DeliverBlocks, Delivery, ignore_blocks
+from lockstep.engine.kv_publisher import KVEventPublisher
 from lockstep.engine.received_answer import ReceivedAnswer
 from lockstep.engine.stats import Stats
 from lockstep.engine.token_update import TokenUpdate
@@ -47,12 +49,14 @@ class Receiver:
     forget(), which drops the transport's queued commands, and submits the open requests again.
     ended: called once with the reason when no more updates follow; the flag is True where the
     engine ended without stop().
+    blocks: receives the events of cached blocks.
     """
 
     deliver: Deliver
     begun: Callable[[Sequence[str]], None]
     lost: Callable[[Callable[[], None]], Loss]
     ended: Callable[[str, bool], None]
+    blocks: DeliverBlocks = ignore_blocks
 
 
 class Transport(Protocol):
@@ -197,7 +201,8 @@ class AsyncEngine:
     that were delivered, in their order: a listener sees a pause. A request whose runs fail the
     engine again and again ends with ComputeError. Where the engine is not restarted, all requests
     end, and `on_end` is called once, in the transport's thread, with the reason; not after
-    shutdown(). remedy: advice in the error of a stopped engine.
+    shutdown(). remedy: advice in the error of a stopped engine. publisher: publishes the engine's
+    events of cached blocks; it has been started, and shutdown() closes it.
     """
 
     def __init__(
@@ -205,8 +210,10 @@ class AsyncEngine:
         transport: Transport,
         on_end: Callable[[str], None] | None = None,
         remedy: str = "Restart the server.",
+        publisher: KVEventPublisher | None = None,
     ) -> None:
         self.transport = transport
+        self._publisher = publisher
         self.on_end = on_end
         self._remedy = remedy
         self._open: dict[str, _OpenRequest] = {}
@@ -217,11 +224,14 @@ class AsyncEngine:
     def start(self) -> None:
         """Start the transport."""
         self._ended = None
-        self.transport.start(Receiver(self._deliver, self._begun, self._lost, self._close))
+        blocks = ignore_blocks if self._publisher is None else self._publisher.publish
+        self.transport.start(Receiver(self._deliver, self._begun, self._lost, self._close, blocks))
 
     def shutdown(self) -> None:
         """Stop the engine after its current step; open requests end with EngineDeadError."""
         self.transport.stop()
+        if self._publisher is not None:
+            self._publisher.close()
 
     @property
     def is_alive(self) -> bool:
@@ -295,7 +305,14 @@ class AsyncEngine:
 
     def stats(self) -> Stats:
         """Return a copy of the counters; the histogram lists move into it and start anew."""
-        return self.transport.stats()
+        stats = self.transport.stats()
+        if self._publisher is None:
+            return stats
+        return replace(
+            stats,
+            kv_event_batches_total=self._publisher.num_batches,
+            kv_event_batches_dropped_total=self._publisher.num_dropped,
+        )
 
     def _queue_of(self, loop: asyncio.AbstractEventLoop) -> _LoopQueue:
         """Return the queue of an event loop; the queues of closed loops are dropped."""
@@ -336,6 +353,8 @@ class AsyncEngine:
 
         Ends a request that engines have worked on again and again when they were lost.
         """
+        if self._publisher is not None:
+            self._publisher.publish([BlocksCleared()])
         ended: list[tuple[_OpenRequest, Update]] = []
         rest: list[Request] = []
         num_begun = 0

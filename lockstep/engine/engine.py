@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.cache.block_log import BlockEvent
 from lockstep.cache.cache import Cache
 from lockstep.cache.host_tier import PAGES, SLOTS
 from lockstep.engine.executor import Executor, PendingResults
@@ -87,6 +88,10 @@ class Engine:
             policy=self.config.scheduling_policy,
             preempt_every=preempt_every,
         )
+        events = self.config.kv_events_config
+        self.block_log = (
+            self.scheduler.cache.log_blocks() if events is not None and events.is_on else None
+        )
         self.stats = Stats()
         self._counting = threading.Lock()
         self._in_flight: deque[tuple[Schedule, PendingResults]] = deque()
@@ -133,6 +138,10 @@ class Engine:
         """Drop all cached prefixes, in host memory too. Running requests keep their pages."""
         with self._counting:
             self.scheduler.cache.drop_cached()
+
+    def drain_blocks(self) -> Sequence[BlockEvent]:
+        """Return the events of cached blocks since the last call; none where they are off."""
+        return () if self.block_log is None else self.block_log.drain()
 
     def _end(self, request_id: str, reason: str) -> Request | None:
         with self._counting:

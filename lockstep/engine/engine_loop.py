@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from lockstep.cache.block_log import BlockEvent
 from lockstep.engine.engine import Engine
 from lockstep.engine.token_update import TokenUpdate, token_update
 from lockstep.errors import ComputeError, EngineDeadError
@@ -28,18 +29,27 @@ def keep_from_collection() -> None:
 Delivery = tuple[str, TokenUpdate | Exception]
 """Id of a request, and its update or the error with which the engine refused or ended it."""
 Deliver = Callable[[Sequence[Delivery]], None]
+DeliverBlocks = Callable[[Sequence[BlockEvent]], None]
+
+
+def ignore_blocks(events: Sequence[BlockEvent]) -> None:
+    """Ignore events of cached blocks."""
 
 
 class EngineLoop:
     """Loop around an engine. It owns the engine while run() runs.
 
-    `deliver` is called in the thread of run(), with data that the engine does not share. submit(),
-    abort() and stop() may be called from any thread; they take effect between two steps.
+    `deliver` is called in the thread of run(), with data that the engine does not share, and so is
+    `deliver_blocks`, before a step's updates. submit(), abort() and stop() may be called from any
+    thread; they take effect between two steps.
     """
 
-    def __init__(self, engine: Engine, deliver: Deliver) -> None:
+    def __init__(
+        self, engine: Engine, deliver: Deliver, deliver_blocks: DeliverBlocks = ignore_blocks
+    ) -> None:
         self.engine = engine
         self._deliver = deliver
+        self._deliver_blocks = deliver_blocks
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sent: dict[str, int] = {}
         self._idle_events: list[threading.Event] = []
@@ -108,9 +118,16 @@ class EngineLoop:
     def _serve(self) -> None:
         while self._take_commands():
             touched = [request for request in self._step() if self._has_news(request)]
+            self._emit_blocks()  # whoever reads an answer may rely on its blocks being published
             # Clients of finished requests wait for nothing else, so they are served first.
             self._emit([one for one in touched if one.finish_reason is not None])
             self._emit([one for one in touched if one.finish_reason is None])
+
+    def _emit_blocks(self) -> None:
+        """Deliver the events of cached blocks, if there are any."""
+        events = self.engine.drain_blocks()
+        if events:
+            self._deliver_blocks(events)
 
     def _emit(self, requests: Sequence[Request]) -> None:
         """Deliver the updates of some requests of a step."""
@@ -118,8 +135,12 @@ class EngineLoop:
             self._deliver([self._update_of(request) for request in requests])
 
     def _take_commands(self) -> bool:
-        """Run queued commands; block while there is no work. Returns False once stopped."""
+        """Run queued commands; block while there is no work. Returns False once stopped.
+
+        Delivers the events of blocks that a command or a failed step caused.
+        """
         while True:
+            self._emit_blocks()
             is_idle = not self.engine.has_work()
             if is_idle or self._sent:
                 self._notify_idle()

@@ -11,6 +11,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+from lockstep.cache.block_log import BlockEvent
 from lockstep.child_processes import ignore_signals
 from lockstep.engine.compile_limiter import CompileLimiter
 from lockstep.engine.engine import Engine
@@ -18,6 +19,7 @@ from lockstep.engine.engine_loop import Delivery, EngineLoop, keep_from_collecti
 from lockstep.engine.messages import (
     Abort,
     Began,
+    ChangedBlocks,
     Command,
     Ended,
     EngineRequest,
@@ -72,7 +74,7 @@ class _Host:
             return
         self._compile_limiter = CompileLimiter(self._engine.plan.max_num_seqs)
         self._engine.on_begin = self._report_begun
-        self._loop = EngineLoop(self._engine, self._deliver)
+        self._loop = EngineLoop(self._engine, self._deliver, self._deliver_blocks)
         keep_from_collection()
         self._report(Ready(self._engine.facts, self._engine.executor.device_rates()))
         heartbeats = threading.Thread(
@@ -107,6 +109,9 @@ class _Host:
             self._compile_limiter.leave(request_id)
         sent = [(i, _picklable(x) if isinstance(x, Exception) else x) for i, x in updates]
         self._report(Updates(sent))
+
+    def _deliver_blocks(self, events: Sequence[BlockEvent]) -> None:
+        self._report(ChangedBlocks(events))
 
     def _send_heartbeats(self) -> None:
         """Send heartbeats, and a last one at the end for the counters."""

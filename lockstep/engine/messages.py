@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.cache.block_log import BlockEvent
 from lockstep.engine.engine_loop import Delivery
 from lockstep.engine.stats import Stats
 from lockstep.engine.token_update import TokenUpdate
@@ -168,6 +169,13 @@ def _item(data: tuple[Any, ...] | Exception) -> TokenUpdate | Exception:
 
 
 @dataclass(frozen=True)
+class ChangedBlocks:
+    """Report of the events of cached blocks since the last one."""
+
+    events: Sequence[BlockEvent]
+
+
+@dataclass(frozen=True)
 class Heartbeat:
     """Report that the process lives. busy_for: seconds since the current step began. The histogram
     lists of stats start anew with each.
@@ -184,4 +192,4 @@ class Ended:
     why: str
 
 
-Report = Progress | Failed | Ready | Began | Updates | Heartbeat | Ended
+Report = Progress | Failed | Ready | Began | Updates | ChangedBlocks | Heartbeat | Ended

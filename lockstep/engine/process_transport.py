@@ -24,6 +24,7 @@ from lockstep.engine.engine_process import (
 from lockstep.engine.messages import (
     Abort,
     Began,
+    ChangedBlocks,
     Command,
     Ended,
     Failed,
@@ -293,6 +294,8 @@ class ProcessTransport:
                 isinstance(item, TokenUpdate) for _, item in report.updates
             )
             self._receiver.deliver(report.updates)
+        elif isinstance(report, ChangedBlocks):
+            self._receiver.blocks(report.events)
         elif isinstance(report, Began):
             self._receiver.begun(report.ids)
         elif isinstance(report, Heartbeat):

@@ -27,7 +27,9 @@ class Stats:
     the engine failed while it ran them. host_pages: size of the host tier of the
     cache. offloaded, fetched: pages and snapshots copied to the host tier and back.
     iteration_tokens: prompt and generated tokens of each step. host_hits_total: those
-    prefix_hits_total tokens whose pages came back from the host tier.
+    prefix_hits_total tokens whose pages came back from the host tier. kv_event_batches_total,
+    kv_event_batches_dropped_total: batches of KV events that were published, and dropped since the
+    publisher's queue was full.
     """
 
     num_running: int = 0
@@ -54,6 +56,8 @@ class Stats:
     drafts_total: int = 0
     restarts_total: int = 0
     resumed_total: int = 0
+    kv_event_batches_total: int = 0
+    kv_event_batches_dropped_total: int = 0
     accepted_at: tuple[int, ...] = ()
     requests_success_total: Counter[str] = field(default_factory=Counter)
     ttft_seconds: list[float] = field(default_factory=list)

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Sequence
 
+from lockstep.cache.block_log import BlockEvent
 from lockstep.engine.async_engine import SHUT_DOWN, Receiver
 from lockstep.engine.engine import Engine
 from lockstep.engine.engine_loop import Delivery, EngineLoop
@@ -22,7 +23,7 @@ class ThreadTransport:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.loop = EngineLoop(engine, self._deliver)
+        self.loop = EngineLoop(engine, self._deliver, self._deliver_blocks)
         self._receiver: Receiver | None = None
         self._thread = threading.Thread(target=self._run, name="lockstep-engine", daemon=True)
 
@@ -71,6 +72,10 @@ class ThreadTransport:
     def _deliver(self, updates: Sequence[Delivery]) -> None:
         assert self._receiver is not None
         self._receiver.deliver(updates)
+
+    def _deliver_blocks(self, events: Sequence[BlockEvent]) -> None:
+        assert self._receiver is not None
+        self._receiver.blocks(events)
 
     def _run(self) -> None:
         assert self._receiver is not None

@@ -769,7 +769,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "one engine computes prompts and answers; leave it out.",
             JSON,
         ),
-        refused("kv-events-config", "/metrics counts hits; leave it out.", JSON),
+        acts("kv-events-config", "events of cached blocks, for gateways; vLLM's keys", JSON),
         refused("ec-transfer-config", "only text is read; leave it out.", JSON),
         refused("weight-transfer-config", "restart with the new weights; leave it out.", JSON),
         refused("additional-config", NO_PLUGINS, JSON, same=({},)),

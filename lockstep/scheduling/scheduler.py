@@ -249,7 +249,8 @@ class Scheduler:
         # Prompt log-probabilities need every position computed, so no prefix is reused.
         reuse = request.params.prompt_logprobs is None
         root = self.cache_root(request)
-        return CacheSeq(request.prompt_token_ids, request.output_token_ids, root, reuse)
+        prompt, output = request.prompt_token_ids, request.output_token_ids
+        return CacheSeq(prompt, output, root, reuse, request.cache_salt, request.adapter)
 
     def cache_root(self, request: Request) -> bytes:
         """Return the root of a request's page keys."""

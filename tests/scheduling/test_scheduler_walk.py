@@ -17,6 +17,7 @@ from lockstep.scheduling.scheduler import Scheduler
 PAGE = 4
 EOS = 7
 JUNK = -1
+ADAPTERS = {"tuned": "0a" * 16}
 
 
 def fold(state: int, token: int) -> int:
@@ -204,8 +205,17 @@ def random_request(rng: random.Random, name: str, stems: list[list[int]], maximu
         prompt_logprobs=rng.choice([None, None, None, 1]),
     )
     salt = rng.choice(["", "", "", "of another"])
+    adapter = rng.choice(["", "", *ADAPTERS])
     ends = frozenset({EOS})
-    return Request(name, prompt, params, rng.randrange(3), eos_token_ids=ends, cache_salt=salt)
+    return Request(
+        name,
+        prompt,
+        params,
+        rng.randrange(3),
+        eos_token_ids=ends,
+        cache_salt=salt,
+        adapter=adapter,
+    )
 
 
 def check_plan(plan: Schedule, sched: Scheduler) -> None:
@@ -247,14 +257,23 @@ def random_scheduler(
         policy=policy,
         preempt_every=rng.choice([0, 0, 1, 7]),
         drafts_in_pages=drafts_in_pages,
+        adapters=ADAPTERS,
     )
 
 
 def walk(
-    seed: int, ticks: int, state: bool, query_len: int, policy: str, steps_ahead: int
+    seed: int,
+    ticks: int,
+    state: bool,
+    query_len: int,
+    policy: str,
+    steps_ahead: int,
+    watch: Callable[[Scheduler], None] = lambda sched: None,
 ) -> Scheduler:
+    """Run random requests and return the scheduler. watch: called with it before the first."""
     rng = random.Random(seed)
     sched = random_scheduler(rng, state, query_len, policy, bool(seed % 2))
+    watch(sched)
     cache = sched.cache
     sizes = cache.config
     device = Device(sizes.num_pages, max(sizes.num_state_slots, 1), query_len, rng)

@@ -1,7 +1,10 @@
 """Memory of each GPU of a host that all of its GPUs write, and the group that has it."""
 
-from itertools import count
+import re
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -26,7 +29,54 @@ BUFFERS = 0
 PACKETS = BUFFERS + BUFFER_BYTES
 FLAGS = PACKETS + PACKET_BYTES
 """Offsets in the shared memory of a rank."""
-_NAMES = count()
+_NUMBER = re.compile(r"/(\d+)(?=/|$)")
+
+
+class RendezvousStore(dist.Store):
+    """Store for the rendezvous of one group, under keys that all of its processes agree on.
+
+    torch puts the number of an exchange into its keys and counts exchanges per process. A process
+    that had a group before would wait for other keys than a new process. Here the first number
+    that a process uses is 0, the next one 1.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+        self._numbers: dict[str, int] = {}
+
+    def _key(self, key: str) -> str:
+        """Return the key with the number of the exchange in this group."""
+        found = _NUMBER.search(key)
+        if found is None:
+            return key
+        number = self._numbers.setdefault(found[1], len(self._numbers))
+        return f"{key[: found.start()]}/{number}{key[found.end() :]}"
+
+    def set(self, key: str, value: bytes) -> None:
+        """See Store. torch calls the methods of this class from C++."""
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        """See Store."""
+        return self._store.get(self._key(key))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """See Store."""
+        return self._store.multi_get([self._key(key) for key in keys])
+
+    def add(self, key: str, amount: int) -> int:
+        """See Store."""
+        return self._store.add(self._key(key), amount)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """See Store."""
+        names = [self._key(key) for key in keys]
+        self._store.wait(names, *[timeout] if timeout else [])
+
+    def has_extended_api(self) -> bool:
+        """See Store."""
+        return self._store.has_extended_api()
 
 
 class PeerMemory:
@@ -43,9 +93,14 @@ class PeerMemory:
 
     def __init__(self, store: dist.Store, index: int, size: int) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
-        # torch finds the store of symmetric memory by the name of a registered process group.
-        self._name = f"lockstep-{next(_NAMES)}"
-        self._named = dist.ProcessGroup(dist.PrefixStore("peers", store), index, size)
+        # torch finds the store of symmetric memory by the name of a registered process group. The
+        # name may be part of keys, so it is the same on all ranks.
+        if index == 0:
+            store.set("peers-name", f"lockstep-{uuid4().hex}")
+        self._name = store.get("peers-name").decode()
+        # The group holds its store in C++ only; the methods of the class need the Python object.
+        self._store = RendezvousStore(dist.PrefixStore("peers", store))
+        self._named = dist.ProcessGroup(self._store, index, size)
         _register_process_group(self._name, self._named)
         total = (FLAGS + SLOTS * size * 8,)
         self._memory = _SymmetricMemory.empty_strided_p2p(total, (1,), torch.uint8, device)
