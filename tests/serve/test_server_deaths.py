@@ -23,7 +23,7 @@ from tests.serve.live_server import CALL, TOOLS
 from tests.serve.server_process import PATIENCE, _listens
 from tests.serve.test_engine_deaths import FLAT_TOOLS, GREEDY, OPTIONS, VARYING, usage_of
 
-LONG = {"prompt": "def read(path):", "max_tokens": 300, "temperature": 1.0, "ignore_eos": True}
+LONG = {"prompt": "def read(path):", "max_tokens": 160, "temperature": 1.0, "ignore_eos": True}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {**LONG, "logprobs": 2, "seed": 1}),
     ("/v1/chat/completions", {"messages": CALL, "tools": TOOLS, "max_tokens": 60, "seed": 2}),
@@ -37,7 +37,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
             "prompt": "def",
             "max_tokens": 300,
             "seed": 4,
-            "structured_outputs": {"regex": "[a-f]{4}(-[0-9]{3}){30}"},
+            "structured_outputs": {"regex": "[a-f]{4}(-[0-9]{3}){15}"},
         },
     ),
 ]
@@ -76,8 +76,15 @@ class Server:
                 self.process = subprocess.Popen(command, stderr=log, start_new_session=True)
         deadline = time.monotonic() + PATIENCE
         while not _listens(self.socket):
-            assert self.process.poll() is None and time.monotonic() < deadline
+            assert self.process.poll() is None, self.errors()
+            assert time.monotonic() < deadline
             time.sleep(0.05)
+
+    def errors(self) -> str:
+        """Return what a process that has ended wrote to stderr."""
+        if isinstance(self.process, ForkedProgram):
+            return self.process.stderr.read()
+        return self.log.read_text()
 
     def kill(self) -> None:
         """Kill the server as the memory killer does; its engine notices that and ends."""
@@ -207,7 +214,7 @@ def test_answers_survive_the_death_of_their_server(tmp_path: Path) -> None:
                     await asyncio.gather(*tasks), expected, readers, strict=True
                 ):
                     assert actual == plain, reader.path
-                assert sum(reader.num_breaks for reader in readers) >= 3
+                assert sum(reader.num_breaks for reader in readers) >= 2
                 response_id = (readers[5].last_id or "").partition(":")[0]
                 again = await client.get(f"/v1/responses/{response_id}")
                 assert again.json()["status"] == "completed"
