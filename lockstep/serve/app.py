@@ -315,6 +315,12 @@ def _add_responses(app: FastAPI, service: Service) -> None:
         await registry.load(response_id)
         return JSONResponse(registry.response(response_id))
 
+    _add_stored_responses(app, registry)
+
+
+def _add_stored_responses(app: FastAPI, registry: ResponseRegistry) -> None:
+    """Add the routes that show the input of a response, cancel it and delete it."""
+
     @app.get(
         "/v1/responses/{response_id}/input_items",
         responses=json_responses(responses_schema.ItemList),
@@ -329,7 +335,10 @@ def _add_responses(app: FastAPI, service: Service) -> None:
         items = registry.input_items(response_id)
         return JSONResponse(item_page(response_id, items, after, limit, order))
 
-    @app.post("/v1/responses/{response_id}/cancel", responses=one_response)
+    @app.post(
+        "/v1/responses/{response_id}/cancel",
+        responses=json_responses(responses_schema.ResponseObject),
+    )
     async def cancel(response_id: str) -> JSONResponse:
         await registry.load(response_id)
         return JSONResponse(registry.cancel(response_id))
