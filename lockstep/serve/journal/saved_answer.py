@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
+from operator import attrgetter
 from typing import Any, get_args
 
 from lockstep.engine.token_update import TokenUpdate
@@ -20,7 +21,10 @@ _OTHERS = tuple(
     for one in fields(RequestMetrics)
     if one.name not in (*_COUNTERS, "arrival_time", "forced_mismatch")
 )
-Entries = list[dict[int, Logprob] | None]
+_others_of = attrgetter(*_OTHERS)
+_counters_of = attrgetter(*_COUNTERS)
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+"""Encoder of records. json.dumps would make one for each record."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +99,13 @@ class UpdateEncoder:
         before = self._latest.get(index) or RequestMetrics()
         self._latest[index] = metrics
         more: dict[str, Any] = {}
-        changes = {
-            name: value
-            for name in _OTHERS
-            if (value := getattr(metrics, name)) != getattr(before, name)
-        }
-        if changes:
-            more["metrics"] = changes
+        others, others_before = _others_of(metrics), _others_of(before)
+        if others != others_before:
+            more["metrics"] = {
+                name: value
+                for name, value, old in zip(_OTHERS, others, others_before, strict=True)
+                if value != old
+            }
         if metrics.forced_mismatch is not None:
             more["mismatch"] = asdict(metrics.forced_mismatch)
         for name in ("finish_reason", "stop_reason", "error"):
@@ -111,10 +115,8 @@ class UpdateEncoder:
             if (entries := getattr(update, name)) is not None:
                 more[name] = [_plain(entry) for entry in entries]
         letters = "".join(source[0] for source in update.token_sources)
-        counters = [getattr(metrics, name) for name in _COUNTERS]
-        return dumps(
-            [UPDATE, index, list(update.token_ids), letters, *counters, *([more] if more else [])]
-        )
+        record = [UPDATE, index, update.token_ids, letters, *_counters_of(metrics)]
+        return dumps([*record, more] if more else record)
 
 
 def _plain(entry: dict[int, Logprob] | None) -> list[Any] | None:
@@ -190,4 +192,4 @@ def read_end(data: bytes) -> SavedEnd | None:
 
 def dumps(value: Any) -> bytes:
     """Return a value as JSON. Surrogates that a client sent are escaped."""
-    return json.dumps(value, separators=(",", ":")).encode("ascii")
+    return _encode(value).encode("ascii")
