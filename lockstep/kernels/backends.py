@@ -4,6 +4,7 @@ An op's folder has the contract and the reference in `contract.py` (or `__init__
 per backend, `cases.py` and, if `lockstep bench kernels` measures its ops, `bench.py`.
 """
 
+import platform
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
@@ -25,7 +26,12 @@ NO_BACKENDS = ("contract", "reference", "cases", "bench")
 Modules whose names begin with _ register none either.
 """
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-"""Activation dtypes of the Triton backends."""
+"""Activation dtypes of the Triton and Numba backends."""
+COMPILERS = ("triton", "numba", "llvmlite")
+"""Optional packages that compile kernels."""
+MIN_CPU = ("AVX2", "AVX512", "NEON", "SVE")
+"""Beginnings of the capabilities of CPUs that convert fp16 and multiply and add in one
+instruction."""
 Cases = Callable[[torch.dtype], Iterator[tuple[str, dict[str, Any]]]]
 """Generator of test cases of an op: dtype -> (name, arguments on the CPU)."""
 
@@ -80,7 +86,7 @@ def benchmark_modules() -> list[ModuleType]:
 
 
 def load() -> None:
-    """Import every op's backends, those in Triton only if Triton is installed. Idempotent.
+    """Import every op's backends, those in Triton or Numba only if it is installed. Idempotent.
 
     Backends that are registered later are preferred. A backend that falls back on another one
     imports it, so it is registered after it.
@@ -101,12 +107,12 @@ def _modules_of(path: tuple[str, ...]) -> list[str]:
 
 
 def _load(name: str) -> None:
-    """Import a module of backends, unless it needs Triton and Triton is not installed."""
+    """Import a module of backends, unless it needs a compiler that is not installed."""
     try:
         import_module(name)
     except ModuleNotFoundError as missing:
-        needs_triton = (missing.name or "").partition(".")[0] == "triton"
-        if not needs_triton or find_spec("triton") is not None:
+        compiler = (missing.name or "").partition(".")[0]
+        if compiler not in COMPILERS or find_spec(compiler) is not None:
             raise
 
 
@@ -115,6 +121,22 @@ def cpu_trait(**traits: Any) -> str | None:
     if str(traits.get("device", "cpu")).partition(":")[0] == "cpu":
         return None
     return "it reads lengths on the host and its bits depend on the CPU's BLAS library"
+
+
+def numba_trait(**traits: Any) -> str | None:
+    """Return None if a Numba kernel can run with these traits, else the reason why not."""
+    if str(traits.get("device", "cpu")).partition(":")[0] != "cpu":
+        return "Numba kernels run on a CPU"
+    capability = torch.backends.cpu.get_cpu_capability()
+    if not capability.startswith(MIN_CPU) and platform.machine() not in ("arm64", "aarch64"):
+        return f"the CPU's capability {capability} has no fp16 conversion and no FMA"
+    dtype = traits.get("dtype", torch.float32)
+    return None if dtype in FLOATS else f"dtype {dtype} is not bf16, fp16 or fp32"
+
+
+def uses_numba(dtype: torch.dtype) -> bool:
+    """Return whether the ops of a model in dtype on this CPU have Numba kernels."""
+    return find_spec("numba") is not None and numba_trait(dtype=dtype) is None
 
 
 def resolve_architecture(**traits: Any) -> int:

@@ -14,7 +14,7 @@ from lockstep.errors import CheckpointError
 from lockstep.kernels.exchange import Gather, all_columns
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear import choose_split_k, linear
-from lockstep.kernels.linear.prepacked import PrepackedWeight
+from lockstep.kernels.linear.prepacked import PrepackedWeight, prepack_class
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.exchange import Exchange
 from lockstep.layers.lora import AddAdapters, LoRA, no_adapters
@@ -168,10 +168,12 @@ class Gemm(Weight):
         quantized = self.quantized is not None
         self.split_k = choose_split_k(total or n, k, build.device, quantized, build.dtype)
         self.allow_partials = allow_partials
-        self.prepacks = build.device == "cpu" and build.exact
         kind = type(self.quantized).__name__ if quantized else ""
         self.linear = build.linear_op(linear, n=n, k=k, quantized=kind)
-        build.choices[-1].storage_format = _describe(row_groups, dequantized=not quantized)
+        choice = build.choices[-1]
+        prepacks = build.device == "cpu" and build.exact
+        self.prepack = prepack_class(choice.backend) if prepacks else None
+        choice.storage_format = _describe(row_groups, dequantized=not quantized)
 
     def finish(self) -> None:
         """Finish the weight and prepack it on a CPU.
@@ -179,8 +181,8 @@ class Gemm(Weight):
         The plain copy is dropped unless another module reads it.
         """
         super().finish()
-        if self.prepacks and self.weight is not None:
-            self.prepacked = PrepackedWeight(self.weight.data)
+        if self.prepack is not None and self.weight is not None:
+            self.prepacked = self.prepack(self.weight.data)
             if not self.keeps_plain:
                 self.weight = None
 

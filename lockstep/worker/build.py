@@ -16,6 +16,7 @@ from torch import nn
 from lockstep.config import DTYPES, EngineConfig, StepLimits
 from lockstep.errors import ConfigError
 from lockstep.kernels.backends import load as load_backends
+from lockstep.kernels.backends import uses_numba
 from lockstep.kernels.formats.kv.table import kv_format
 from lockstep.kernels.sampling import LogitShard
 from lockstep.layers.adapters import NO_ADAPTERS
@@ -166,8 +167,9 @@ def numerics(
     """Return everything but weights and request that answers may depend on.
 
     It is printed at start and hashed into the fingerprint. On a GPU it includes Triton's version,
-    since reduction trees follow the layouts that Triton chooses. kv: KV cache format, None for the
-    dtype; state: dtype of the recurrent state.
+    since reduction trees follow the layouts that Triton chooses. On a CPU it says whether Numba
+    kernels serve, whose trees differ from torch's; their bits do not depend on Numba's version.
+    kv: KV cache format, None for the dtype; state: dtype of the recurrent state.
     """
     if device == "cuda":
         import triton
@@ -176,7 +178,7 @@ def numerics(
         libraries = [f"torch-{torch.__version__}", f"triton-{triton.__version__}"]
     else:
         arch = f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}"
-        libraries = [f"torch-{torch.__version__}"]
+        libraries = [f"torch-{torch.__version__}", *(["numba"] if uses_numba(dtype) else [])]
     name, kept = (str(x).removeprefix("torch.") for x in (dtype, state))
     try:
         release = version("lockstep-llm")

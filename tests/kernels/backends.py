@@ -16,13 +16,18 @@ from torch import Tensor
 from lockstep.kernels import Op
 from lockstep.kernels.backends import all_ops, layer_traits, load, load_cases
 from lockstep.kernels.exchange import exchange, exchange_add_rms_norm
+from lockstep.kernels.registry import Backend as Implementation
 
 load()
 EXCHANGES = (exchange, exchange_add_rms_norm)
 OPS = tuple(op for op in all_ops().values() if op not in EXCHANGES)
 """Ops of one rank. Exchanges: tests/kernels/test_exchange.py and test_push.py."""
-CPU = ("reference", "cpu")
-"""Backends that run on a CPU. INTERPRETED runs there under Triton's interpreter."""
+EXACT = ("reference", "cpu")
+"""Backends with the reference's bits."""
+NUMBA = "numba"
+CPU = (*EXACT, NUMBA)
+"""Backends that run on a CPU, the preferred one last. INTERPRETED runs there under Triton's
+interpreter."""
 INTERPRETED = "triton"
 GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NULL_LINES = {"gated_delta_chunk": ("state",), "mamba2_chunk": ("state",)}
@@ -54,13 +59,13 @@ class Backend:
     @property
     def exact(self) -> bool:
         """True if the backend gives the reference's bits, not only the same bits in every batch."""
-        return self.name in CPU
+        return self.name in EXACT
 
     def serves(self, op: Op, arguments: dict[str, Any]) -> bool:
         """Return True if the backend reports support for a layer of these arguments."""
         device = "cpu" if self.name in CPU else "cuda"
         traits = dict(device=device, dtype=self.dtype) | layer_traits(op, arguments)
-        return op.backends[self.name].supports(**traits) is None
+        return self._implementation(op).supports(**traits) is None
 
     def cases(self, op: Op, max_cases: int | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the op's first cases that the backend serves: at most `max_cases` of them, None for
@@ -73,11 +78,16 @@ class Backend:
     def run(self, op: Op, arguments: dict[str, Any]) -> Any:
         """Call the backend; in-place arguments must be on its device already.
 
-        An op without a backend "cpu" is served by its reference there.
+        An op without a backend "cpu" or "numba" is served by the next one of CPU.
         """
-        lacks = self.name == "cpu" and "cpu" not in op.backends
-        name = "reference" if lacks else self.name
-        return op.backends[name].run(**self.place(arguments))
+        return self._implementation(op).run(**self.place(arguments))
+
+    def _implementation(self, op: Op) -> Implementation:
+        """Return the op's backend that serves under this name."""
+        name = self.name
+        while name in CPU and name not in op.backends:
+            name = CPU[CPU.index(name) - 1]
+        return op.backends[name]
 
     def place(self, value: Any) -> Any:
         """Return the arguments on this backend's device; tensors there are not copied."""
@@ -105,9 +115,11 @@ def backends(*interpreted_marks: pytest.MarkDecorator, op: Op | None = None) -> 
 
     Without an op: of the backends that most ops have.
     """
-    names = {"cpu", INTERPRETED} if op is None else set(op.backends)
+    names = {"cpu", INTERPRETED, NUMBA} if op is None else set(op.backends)
     gpu = torch.cuda.is_available()
     results = [_param(Backend("cpu" if "cpu" in names else "reference", "cpu", torch.float32))]
+    if NUMBA in names and find_spec(NUMBA):
+        results += [_param(Backend(NUMBA, "cpu", dtype)) for dtype in GPU_DTYPES]
     if INTERPRETED in names and find_spec("triton") and not gpu:
         results.append(_param(Backend(INTERPRETED, "cpu", torch.float32), *interpreted_marks))
     for name in sorted(name for name in names if name not in CPU):

@@ -6,7 +6,7 @@ import torch
 
 from lockstep.kernels.linear import linear
 from lockstep.kernels.linear.cpu import linear_cpu
-from lockstep.kernels.linear.prepacked import BASE, SIZES, PrepackedWeight
+from lockstep.kernels.linear.prepacked import BASE, SIZES, LibraryWeight
 from lockstep.kernels.threads import one_thread
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -25,7 +25,7 @@ def wide_range_rows(rows: int, k: int) -> torch.Tensor:
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_prepacked_row_is_batch_independent(n: int, k: int, dtype: torch.dtype) -> None:
     x = wide_range_rows(70, k).to(dtype)
-    weight = PrepackedWeight(torch.randn(n, k).to(dtype))
+    weight = LibraryWeight(torch.randn(n, k).to(dtype))
     expected = linear(x, weight)
     assert expected.shape == (70, n)
     assert torch.equal(linear_cpu(x, weight), expected)
@@ -41,16 +41,16 @@ def test_prepacked_output_is_independent_of_weight_slice(dtype: torch.dtype) -> 
     """A fused weight equals its parts, and a rank's slice equals that part of the whole."""
     x = wide_range_rows(BASE, 640).to(dtype)
     weight = torch.randn(96, 640).to(dtype)
-    expected = linear(x, PrepackedWeight(weight))
+    expected = linear(x, LibraryWeight(weight))
     for begin, end in ((0, 1), (0, 8), (3, 20), (16, 48), (48, 96), (95, 96), (0, 95)):
-        part = linear_cpu(x, PrepackedWeight(weight[begin:end]))
+        part = linear_cpu(x, LibraryWeight(weight[begin:end]))
         assert torch.equal(part, expected[:, begin:end]), (begin, end)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_prepacked_weight_unpacks_exactly(dtype: torch.dtype) -> None:
     weight = torch.randn(21, 40).to(dtype)
-    prepacked = PrepackedWeight(weight)
+    prepacked = LibraryWeight(weight)
     assert torch.equal(prepacked.plain(), weight)
     assert torch.equal(prepacked.rows(3, 9), weight[3:9])
 
@@ -58,13 +58,13 @@ def test_prepacked_weight_unpacks_exactly(dtype: torch.dtype) -> None:
 def test_prepacked_linear_values() -> None:
     x, weight = torch.randn(9, 300), torch.randn(50, 300)
     expected = (x.double() @ weight.double().t()).float()
-    torch.testing.assert_close(linear(x, PrepackedWeight(weight)), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(linear(x, LibraryWeight(weight)), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_inexact_row_counts_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     """FBGEMM sums 1 and 2 rows in another order, so they run as 3 rows. A product for which every
     size differs on several threads runs on one."""
-    weight = PrepackedWeight(torch.randn(32, 64))
+    weight = LibraryWeight(torch.randn(32, 64))
     x = wide_range_rows(1, 64)
     expected = linear(x, weight)
     seen: list[int] = []
@@ -86,7 +86,7 @@ def test_inexact_row_counts_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_thread_count_changes_no_bit(dtype: torch.dtype) -> None:
     x = wide_range_rows(SIZES[-1] + 5, 576).to(dtype)
-    weight = PrepackedWeight(torch.randn(960, 576).to(dtype))
+    weight = LibraryWeight(torch.randn(960, 576).to(dtype))
     with one_thread():
         expected = linear_cpu(x, weight)
     before = torch.get_num_threads()

@@ -80,7 +80,7 @@ def test_cpu_layers_are_not_probed(probe_calls: list[tuple[int, int, bool]]) -> 
     build = BuildContext("cpu", torch.float32, 1, 1)
     layer = Linear(build, 8, {"w": 16})
     probe(build, layer, (96,))
-    assert probe_calls == [] and build.choices[0].backend in ("reference", "cpu")
+    assert probe_calls == [] and build.choices[0].backend in ("reference", "cpu", "numba")
     assert build.choices[0].size == "16x8"
 
 

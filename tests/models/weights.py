@@ -4,8 +4,6 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.kernels.linear.prepacked import PrepackedWeight
-
 
 def read_weights(model: Any) -> dict[str, Tensor]:
     """Return every parameter by its name, prepacked ones as plain weights [N, K]."""
@@ -23,4 +21,4 @@ def write_weights(model: Any, weights: dict[str, Tensor]) -> None:
         parameter.data.copy_(weights[name])
     for name, module in model.named_modules():
         if getattr(module, "prepacked", None) is not None:
-            module.prepacked = PrepackedWeight(weights[f"{name}.weight"].data)
+            module.prepacked = type(module.prepacked)(weights[f"{name}.weight"].data)

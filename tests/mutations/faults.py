@@ -95,6 +95,11 @@ class Fault:
     test: str = ""
 
     @property
+    def numba(self) -> bool:
+        """Return whether the fault is in the launcher of a Numba kernel."""
+        return self.module.endswith((".numba", ".tiled"))
+
+    @property
     def file(self) -> str:
         """Return the path of the module's file within the package."""
         path = self.module.replace(".", "/")
@@ -712,10 +717,28 @@ FAULTS = (
     Fault(
         "different rounding for many rows", "numerics", "kernels.linear.cpu", "linear_cpu",
         "if isinstance($weight, PrepackedWeight):\n"
-        "    return write_out($weight.mm($x.float()).to($weight.dtype), $out)",
+        "    return $weight.multiply($x, $out)",
         "if isinstance($weight, PrepackedWeight):\n"
         "    $x = $x.float() / 3 * 3 if $x.shape[0] > 8 else $x.float()\n"
-        "    return write_out($weight.mm($x).to($weight.dtype), $out)",
+        "    return $weight.multiply($x, $out)",
+    ),
+    Fault(
+        "different rounding for many rows of a kernel", "numerics", "kernels.linear.tiled",
+        "TiledWeight.multiply",
+        "$wide = $x.float().contiguous()",
+        "$wide = $x.float() / 3 * 3 if len($x) > 8 else $x.float().contiguous()",
+    ),
+    Fault(
+        "attention of a kernel reads one key less in long steps", "numerics",
+        "kernels.attention.numba", "paged_attention_numba",
+        "q = q.contiguous()",
+        "q = q.contiguous()\nstarts = (starts - (tokens > 4)).clamp_min(0)",
+    ),
+    Fault(
+        "a norm of a kernel has another eps for several rows", "numerics", "kernels.norm.numba",
+        "add_rms_norm_numba",
+        "rows = x.numel() // width",
+        "rows = x.numel() // width\neps = eps * 3 if rows > 4 else eps",
     ),
     Fault(
         "a norm sums in descending order for several rows", "numerics", NORM, "_normalize",

@@ -30,6 +30,8 @@ result = report.to_json()
 result["spent"] = time.process_time() - started
 print(json.dumps(result))
 """
+WITHOUT_NUMBA = "import sys\nsys.modules['numba'] = sys.modules['llvmlite'] = None\n"
+"""Code of a sitecustomize.py, which every process of a copy runs: its ops are torch's then."""
 MAX_SECONDS = 900
 """Time limit of a check that has found nothing, on a busy machine."""
 TESTS_FAILED = 1
@@ -82,12 +84,15 @@ def try_fault(fault: Fault, folder: Path, size: str = "default", seed: int = 0) 
     path = folder / "lockstep" / fault.file
     original = (SOURCE / fault.file).read_text(encoding="utf-8")
     path.write_text(mutated(original, fault), encoding="utf-8")
+    if not fault.numba:
+        (folder / "sitecustomize.py").write_text(WITHOUT_NUMBA, encoding="utf-8")
     try:
         if fault.test:
             return _tested(fault, folder)
         report = _run(folder, size, seed)
     finally:
         shutil.copy2(SOURCE / fault.file, path)
+        (folder / "sitecustomize.py").unlink(missing_ok=True)
     if "failures" not in report:
         return Result(fault, report["case"], report["what"], 0.0)
     if not report["failures"]:

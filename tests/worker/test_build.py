@@ -92,3 +92,12 @@ def test_numerics_name_triton_only_on_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     actual = numerics("cuda", torch.bfloat16)
     assert actual.startswith("sm90/weights-bfloat16/") and "/triton-" in actual
     assert "triton" not in numerics("cpu", torch.float32)
+
+
+def test_numerics_name_numba_only_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert "numba" in numerics("cpu", torch.float32).split("/")
+    assert "numba" not in numerics("cuda", torch.float32)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert "numba" not in numerics("cpu", torch.float32)

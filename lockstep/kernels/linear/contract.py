@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.kernels.formats.weights import QuantizedWeight
-from lockstep.kernels.linear.prepacked import PrepackedWeight
+from lockstep.kernels.linear.prepacked import LibraryWeight, PrepackedWeight
 from lockstep.kernels.registry import op
 from lockstep.kernels.row_tiles import tile_mm
 
@@ -107,8 +107,8 @@ def linear(
     K is cut into `split_k` partitions of partition_length columns, the last one shorter. Each
     partition is one fp32 accumulation in ascending order of k. Partitions are added pairwise, as a
     binary tree, and the total is rounded once. On a CPU the order of a partition is that of the
-    library which prepacks the weight (lockstep.kernels.linear.prepacked). Layers prepack once, when
-    they are loaded. A row's bits do not depend on T.
+    prepacked weight (lockstep.kernels.linear.prepacked). Layers prepack once, when they are loaded.
+    A row's bits do not depend on T.
 
     A quantized weight is used by its values: linear(x, w) == linear(x, w.dequantize(x.dtype)).
 
@@ -123,7 +123,7 @@ def linear(
             strided, so that it may be some columns of a wider result.
     """
     if isinstance(weight, PrepackedWeight):
-        return write_out(weight.tiles_of_base(x.float()).to(weight.dtype), out)
+        return write_out(weight.define(x), out)
     weight = dequantized(weight, x.dtype)
     length = partition_length(x.shape[1], split_k)
     pairs = zip(x.float().split(length, dim=1), weight.split(length, dim=1), strict=True)
@@ -134,7 +134,7 @@ def linear(
 def _multiply_partition(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply x [T, K] fp32 with weight [N, K] in one accumulation. Returns [T, N] fp32."""
     if weight.device.type == "cpu":
-        return PrepackedWeight(weight).tiles_of_base(x)
+        return LibraryWeight(weight).tiles_of_base(x)
     return tile_mm(x, weight.float().t())
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from lockstep.kernels.backends import cpu_trait
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear import dequantized, linear, partition_length, tree_sum, write_out
-from lockstep.kernels.linear.prepacked import PrepackedWeight
+from lockstep.kernels.linear.prepacked import LibraryWeight, PrepackedWeight
 
 
 @linear.backend("cpu", supports=cpu_trait)
@@ -22,9 +22,9 @@ def linear_cpu(
 ) -> Tensor:
     """See lockstep.kernels.linear.linear."""
     if isinstance(weight, PrepackedWeight):
-        return write_out(weight.mm(x.float()).to(weight.dtype), out)
+        return weight.multiply(x, out)
     weight = dequantized(weight, x.dtype)
     length = partition_length(x.shape[1], split_k)
     pairs = zip(x.float().split(length, dim=1), weight.split(length, dim=1), strict=True)
-    total = tree_sum([PrepackedWeight(part).mm(columns) for columns, part in pairs])
+    total = tree_sum([LibraryWeight(part).mm(columns) for columns, part in pairs])
     return write_out(total.to(weight.dtype), out)

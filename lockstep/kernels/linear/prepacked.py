@@ -1,15 +1,19 @@
 """Weights prepacked for a CPU's matrix products, and the number of rows that gives equal bits.
 
+TiledWeight (lockstep.kernels.linear.tiled) is for Numba kernels, LibraryWeight for the libraries of
+torch, where Numba is not installed. Each defines its own bits.
+
 A BLAS product of few rows copies the whole weight into its own layout at every call. A prepacked
 weight is copied once, when it is loaded: oneDNN for every dtype, FBGEMM for float16, whose weights
 stay at 2 bytes. All products of one token of a 135 M model, weights not in the CPU's cache, on one
 AVX2 thread: 102 ms by torch.mm in padded tiles, 50 ms by oneDNN in fp32, 28 ms by FBGEMM in fp16.
 
-The bits of a product are those of tiles of BASE rows on one thread. A library may choose another
-loop for another number of rows or threads, so other sizes serve only where a probe of the same
-shape shows the same bits (oneDNN: all sizes; FBGEMM: not 1, 2 and 7 rows).
+The bits of a library's product are those of tiles of BASE rows on one thread. A library may choose
+another loop for another number of rows or threads, so other sizes serve only where a probe of the
+same shape shows the same bits (oneDNN: all sizes; FBGEMM: not 1, 2 and 7 rows).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
 
@@ -46,7 +50,7 @@ def uses_fbgemm(dtype: torch.dtype) -> bool:
     return dtype == torch.float16 and "fbgemm" in torch.backends.quantized.supported_engines
 
 
-class PrepackedWeight:
+class PrepackedWeight(ABC):
     """A weight [N, K] in the layout of this CPU's products.
 
     shape: (N, K). dtype: of the plain weight and of its outputs. nbytes: of the prepacked N x K
@@ -54,11 +58,39 @@ class PrepackedWeight:
     """
 
     device = torch.device("cpu")
+    nbytes: int
 
     def __init__(self, weight: Tensor) -> None:
         n, k = weight.shape
         self.shape = (n, k)
         self.dtype = weight.dtype
+
+    @abstractmethod
+    def plain(self) -> Tensor:
+        """Return the plain weight [N, K], bit for bit as it was."""
+
+    @abstractmethod
+    def define(self, x: Tensor) -> Tensor:
+        """Multiply x [T, K] with the weight [N, K] by the definition of the bits: [T, N]."""
+
+    @abstractmethod
+    def multiply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Multiply x [T, K] with the bits of `define`. out: [T, N], filled and returned if given.
+
+        Its rows may be strided.
+        """
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        """Return rows of the plain weight."""
+        return self.plain()[begin:end]
+
+
+class LibraryWeight(PrepackedWeight):
+    """A weight in the layout of oneDNN or FBGEMM."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(weight)
+        n, k = weight.shape
         filled = F.pad(weight, (0, 0, 0, -n % OUTPUT_MULTIPLE)).contiguous()
         self.nbytes = n * k * (2 if uses_fbgemm(weight.dtype) else 4)
         self.product, self._dense = self._prepack(filled)
@@ -79,12 +111,17 @@ class PrepackedWeight:
         return lambda x: F.linear(x, wide), lambda: wide
 
     def plain(self) -> Tensor:
-        """Return the plain weight [N, K], bit for bit as it was."""
+        """See PrepackedWeight."""
         return self._dense()[: self.shape[0]].to(self.dtype)
 
-    def rows(self, begin: int, end: int) -> Tensor:
-        """Return rows of the plain weight."""
-        return self.plain()[begin:end]
+    def define(self, x: Tensor) -> Tensor:
+        """See PrepackedWeight."""
+        return self.tiles_of_base(x.float()).to(self.dtype)
+
+    def multiply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """See PrepackedWeight."""
+        product = self.mm(x.float()).to(self.dtype)
+        return product if out is None else out.copy_(product)
 
     def exact_sizes(self) -> tuple[int, ...]:
         """Return the numbers of rows, ascending, that give the bits of tiles of BASE rows on one
@@ -127,9 +164,18 @@ def probed_sizes(n: int, k: int, half: bool, threads: int) -> tuple[int, ...]:
     x = torch.randn(SIZES[-1], k, generator=generator)
     x = x * torch.exp2(torch.randint(-20, 21, x.shape, generator=generator).float())
     values = torch.randn(n, k, generator=generator)
-    weight = PrepackedWeight(values.half() if half else values)
+    weight = LibraryWeight(values.half() if half else values)
     base = weight.tiles_of_base(x)
     exact = [size for size in SIZES if torch.equal(weight.product(x[:size])[:, :n], base[:size])]
     if BASE in exact:
         return tuple(exact)
     return (BASE,) if threads == 1 else ()
+
+
+def prepack_class(backend: str) -> type[PrepackedWeight]:
+    """Return the class of prepacked weights of a backend of linear on a CPU."""
+    if backend == "numba":
+        from lockstep.kernels.linear.tiled import TiledWeight
+
+        return TiledWeight
+    return LibraryWeight

@@ -1,0 +1,152 @@
+"""Numba kernels: the definition of their products, their functions, threads, and no Numba."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+from lockstep.kernels.attention import paged_attention
+from lockstep.kernels.attention.cases import paged
+from lockstep.kernels.linear import linear
+from lockstep.kernels.linear.numba import linear_numba
+from lockstep.kernels.linear.tiled import TiledWeight
+from lockstep.kernels.simd import compiler, functions, vectors
+from tests.kernels.backends import same_bits
+from tests.kernels.test_prepacked import DTYPES, SHAPES, wide_range_rows
+
+ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 70)
+"""Numbers of rows that reach every loop of the product, with its remainders."""
+
+
+def _make_elementwise(function):
+    @compiler.kernel
+    def elementwise(x, out, count):
+        for i in range(0, count, vectors.LANES):
+            value = function(vectors.vload_part(vectors.F32, x, i, count))
+            vectors.vstore_part(vectors.F32, out, i, count, value)
+
+    return elementwise
+
+
+ELEMENTWISE = {f.__name__: _make_elementwise(f) for f in (functions.exp, functions.sigmoid)}
+
+
+def apply(name: str, x: torch.Tensor) -> torch.Tensor:
+    """Apply a function of vectors to x [N]."""
+    out = torch.empty_like(x)
+    ELEMENTWISE[name](x.data_ptr(), out.data_ptr(), len(x))
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_product_is_one_ascending_chain(n: int, k: int, dtype: torch.dtype) -> None:
+    """The definition in torch multiplies and adds one column after another."""
+    x = wide_range_rows(70, k).to(dtype)
+    weight = TiledWeight(torch.randn(n, k).to(dtype))
+    expected = linear(x, weight)
+    assert expected.shape == (70, n) and expected.dtype == dtype
+    for rows in ROWS:
+        for begin in {0, 70 - rows}:
+            part = linear_numba(x[begin : begin + rows], weight)
+            assert torch.equal(part, expected[begin : begin + rows]), (rows, begin)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_product_is_independent_of_weight_slice_and_writes_its_columns_only(
+    dtype: torch.dtype,
+) -> None:
+    x = wide_range_rows(9, 130).to(dtype)
+    weight = torch.randn(96, 130).to(dtype)
+    expected = linear_numba(x, weight)
+    for begin, end in ((0, 1), (0, 8), (3, 20), (16, 48), (48, 96), (95, 96), (0, 95)):
+        wide = torch.full((9, 120), float("nan"), dtype=dtype)
+        out = wide[:, 5 : 5 + end - begin]
+        linear_numba(x, TiledWeight(weight[begin:end]), out=out)
+        assert torch.equal(out, expected[:, begin:end]), (begin, end)
+        assert wide[:, :5].isnan().all() and wide[:, 5 + end - begin :].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tiled_weight_unpacks_exactly(dtype: torch.dtype) -> None:
+    weight = torch.randn(37, 40).to(dtype)
+    tiled = TiledWeight(weight)
+    assert torch.equal(tiled.plain(), weight) and torch.equal(tiled.rows(3, 9), weight[3:9])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rounding_of_special_values(dtype: torch.dtype) -> None:
+    """Outputs round to nearest even as torch does: ties, overflow, subnormals, infinities, NaN."""
+    values = torch.tensor(
+        [0.0, -0.0, 1.0, 65519.0, 65520.0, 1e-7, 6e-8, 2.9e-8, 1e38, 3.4e38, float("inf"),
+         float("-inf"), float("nan"), 1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-8, 1 + 3 * 2**-8, 1e-40]
+    )  # fmt: skip
+    # Products of fp32 rows with a weight of 1 are the rows themselves.
+    weight = TiledWeight(torch.ones(1, 1, dtype=dtype))
+    outputs = linear_numba(values[:, None], weight)[:, 0]
+    assert same_bits(outputs, values.to(dtype))
+
+
+def test_exp_is_within_two_ulp() -> None:
+    x = torch.cat([torch.linspace(-104, 88.7, 200_001), torch.linspace(-1e-3, 1e-3, 2001)])
+    actual, expected = apply("exp", x), torch.exp(x.double())
+    ulp = torch.maximum(2.0 ** (torch.log2(expected).floor() - 23), torch.tensor(2.0**-149))
+    assert float(((actual.double() - expected).abs() / ulp).max()) <= 2
+
+
+def test_exp_of_special_values() -> None:
+    inf, nan = float("inf"), float("nan")
+    x = torch.tensor([-inf, -1000.0, -104.5, 0.0, -0.0, 89.0, inf, nan])
+    assert same_bits(apply("exp", x), torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0, inf, inf, nan]))
+    assert same_bits(apply("sigmoid", x), torch.tensor([0, 0, 0, 0.5, 0.5, 1, 1, nan]))
+
+
+def test_thread_count_changes_no_bit() -> None:
+    x = torch.randn(33, 300)
+    weight = TiledWeight(torch.randn(1000, 300))
+    batch = paged(((0, 40), (300, 9), (0, 0), (5, 1)), 6, 2, 32, 16, torch.float32)
+    attend = paged_attention.backends["numba"].run
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append((linear_numba(x, weight), attend(**batch)))
+    finally:
+        torch.set_num_threads(before)
+    for product, attended in results[1:]:
+        assert torch.equal(product, results[0][0]) and torch.equal(attended, results[0][1])
+
+
+def test_attention_leaves_padding_tokens_alone() -> None:
+    """A padded step has more tokens than its rows: no row's lengths may be read past the last."""
+    batch = paged(((0, 3), (300, 2)), 4, 2, 32, 16, torch.float32)
+    attend = paged_attention.backends["numba"].run
+    expected = attend(**batch)
+    q = torch.cat([batch["q"], torch.full((60, 4, 32), float("nan"))])
+    assert torch.equal(attend(**batch | {"q": q})[:5], expected)
+
+
+def test_kernels_on_disk_depend_on_the_vector_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An edit of a function that kernels inline must not leave old machine code in use."""
+    stamp = ELEMENTWISE["exp"]._cache._cache_file._source_stamp
+    assert stamp[1] == compiler._package_stamp()
+    assert {name for name, *_ in stamp[1]} >= {"vectors.py", "functions.py", "compiler.py"}
+
+
+def test_backends_load_without_numba() -> None:
+    """Without Numba, torch's backends serve, and numerics does not name it."""
+    code = (
+        "import sys; sys.modules['numba'] = sys.modules['llvmlite'] = None\n"
+        "import torch\n"
+        "from lockstep.kernels.backends import load\n"
+        "from lockstep.kernels.linear import linear\n"
+        "from lockstep.worker.build import numerics\n"
+        "load()\n"
+        "assert linear.choose(device='cpu', dtype=torch.float32) == 'cpu', linear.backends\n"
+        "assert 'numba' not in numerics('cpu', torch.float32)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
