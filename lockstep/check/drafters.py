@@ -18,6 +18,8 @@ from lockstep.worker.program import Drafter
 
 MIN_MATCH_KEYS = {"ngram": "prompt_lookup_min", "suffix": "suffix_lookup_min"}
 """Method -> its configuration key for the minimum match length."""
+ANSWERS_KEPT = 65536
+"""Tokens of ended answers that the suffix drafter keeps by default."""
 NO_DRAFTER = "none"
 """Name of an engine without drafts in setups, scenarios and reports."""
 
@@ -100,12 +102,12 @@ def hooks_of(drafter: str, changing: bool, preempt_every: int = 0) -> CheckHooks
 
 
 def speculative_config(
-    drafter: str, count: int, changing: bool = False, lookup: int = 1
+    drafter: str, count: int, changing: bool = False, lookup: int = 1, kept: int = ANSWERS_KEPT
 ) -> dict[str, Any] | None:
     """Return the speculative_config of a drafter, None without drafts.
 
     count: maximum drafts per step. changing: whether steps may have fewer. lookup: minimum match
-    length of a lookup drafter.
+    length of a lookup drafter. kept: tokens of ended answers that the suffix drafter keeps.
     """
     if not count:
         return None
@@ -115,6 +117,8 @@ def speculative_config(
     config["adaptive"] = changing
     if method in MIN_MATCH_KEYS:
         config[MIN_MATCH_KEYS[method]] = lookup
+    if method == "suffix":
+        config["suffix_cache_tokens"] = kept
     return config
 
 

@@ -18,6 +18,7 @@ from lockstep.check.matrix.cases import Batch, Case
 from lockstep.check.matrix.setups import PLAIN, Setup
 from lockstep.check.oracle_drafter import OracleDrafter
 from lockstep.check.report.report import Report
+from lockstep.check.scenarios.invariants import InvariantError
 from lockstep.config import GRAPH_MODES, EngineConfig
 from lockstep.engine.scheduler_factory import make_scheduler
 from lockstep.engine.token_update import token_update
@@ -27,7 +28,7 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.scheduler import Scheduler
 from lockstep.spec import prediction
-from lockstep.text.processor import CompletionText
+from lockstep.text.processor import CompletionText, Prompt, Rendered
 from lockstep.worker.executor import executor_of, worker_of
 from lockstep.worker.hooks import NO_HOOKS, CheckHooks
 from lockstep.worker.step_observer import StepObserver
@@ -35,6 +36,14 @@ from lockstep.worker.worker import Worker
 
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
 """Sampling parameters for a prompt that is only cached."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Message from which a request's prompt is rendered. thinks: the answer begins in a thought."""
+
+    text: str
+    thinks: bool = False
 
 
 @dataclass
@@ -100,11 +109,24 @@ class CheckEngine:
         executor_of(self.engine).collective_rpc(partial(_set_texts, texts=texts))
 
     def completions(
-        self, name: str, prompt: Sequence[int], params: SamplingParams, priority: int = 0
+        self,
+        name: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        conversation: Conversation | None = None,
     ) -> list[Completion]:
-        """Create the n completions of a request without running them; `name` prefixes their ids."""
+        """Create the n completions of a request without running them; `name` prefixes their ids.
+
+        conversation: messages of which the template makes the prompt; its text then decides whether
+        the answer begins with a thought. Raises InvariantError if it makes another prompt.
+        """
         processor = self.llm.processor
-        tokens_prompt = {"prompt_token_ids": list(prompt)}
+        tokens_prompt: Prompt = {"prompt_token_ids": list(prompt)}
+        if conversation is not None:
+            tokens_prompt = rendered(self.llm, conversation)
+            if tokens_prompt.ids != list(prompt):
+                raise InvariantError("the chat template renders another prompt than before")
         requests = processor.requests(name, tokens_prompt, params, priority)
         return [Completion(r, processor.completion(r, i)) for i, r in enumerate(requests)]
 
@@ -147,6 +169,15 @@ class CheckEngine:
             ]
         )
 
+    def cache_prefix(self, prompt: Sequence[int], tokens: int, salt: str, adapter: str) -> None:
+        """Cache a prompt and its greedy answer of this many tokens, for a salt and an adapter."""
+        params = replace(ONE_TOKEN, max_tokens=tokens, ignore_eos=True)
+        completions = self.completions("cached", prompt, params)
+        for completion in completions:
+            completion.request.cache_salt = salt
+            completion.request.adapter = adapter
+        self.serve(completions)
+
     def reset(
         self,
         cache: CacheConfig | None = None,
@@ -182,6 +213,12 @@ class CheckEngine:
         finally:
             executor.worker.observers.remove(observer)
             executor.collective_rpc(partial(count_observers, change=-1))
+
+
+def rendered(llm: LLM, conversation: Conversation) -> Rendered:
+    """Return the rendered prompt of a conversation."""
+    messages = [{"role": "user", "content": conversation.text}]
+    return llm.processor.conversation(messages, enable_thinking=conversation.thinks)
 
 
 def count_observers(worker: Worker, change: int) -> None:

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+from lockstep.check.companions import Companions, numerics_of
 from lockstep.check.drafters import drafters_of, requested_drafter, settings_with
 from lockstep.check.engines import CheckEngine, build, build_plain
 from lockstep.check.judges.distributions import run_sampling
-from lockstep.check.judges.plain_runs import PlainRuns
+from lockstep.check.judges.plain_runs import SERVED, PlainRuns
 from lockstep.check.judges.transformers_logits import run_oracle
 from lockstep.check.matrix.setups import SIZES
 from lockstep.check.matrix.tokens import run_matrix, shard_engines
@@ -18,6 +19,7 @@ from lockstep.check.scenarios.examiner import Effort, Examiner, replay, run_scen
 from lockstep.check.scenarios.generator import ScenarioGenerator
 from lockstep.check.scenarios.scenario import Kind, Scenario
 from lockstep.errors import ConfigError, choice_error
+from lockstep.worker.build import find_model
 from lockstep.worker.executor import executor_of, worker_of
 
 
@@ -40,7 +42,7 @@ def run_check(
     """
     if size not in SIZES:
         raise choice_error(ConfigError, "size", size, ", ".join(SIZES), "Choose one of them.")
-    effort = effort or Effort(SIZES[size].scenarios)
+    effort = effort or Effort(SIZES[size].scenarios, covers=SIZES[size].covers)
     report = Report(size, seed=seed, coverage=Coverage(), shard=effort.shard)
     with running(report):
         for section in _sections(report, model, settings, progress, effort, oracle):
@@ -67,12 +69,25 @@ def _sections(
     )
     size = SIZES[report.size]
     engines = shard_engines(report.size, drafters, plain.graph_modes, effort.shard)
-    report.num_scenarios = effort.num_scenarios
     report.num_matrix_cases = len(engines) * size.answers
     adapters = RandomAdapters(worker_of(plain.engine).model)
-    runs = _plain_runs(plain, adapters, model, settings)
-    generator = ScenarioGenerator(runs, report.seed, drafters, plain.graph_modes)
-    examiner = _examiner(runs, adapters, model, settings, report)
+    companions = Companions(find_model(None), settings)
+    runs = _plain_runs(plain, adapters, model, settings, companions)
+    is_bundled = model is None
+    generator = ScenarioGenerator(
+        runs,
+        report.seed,
+        drafters,
+        plain.graph_modes,
+        strength=size.strength,
+        companions=is_bundled,
+        numerics=numerics_of(settings),
+        # Engines of the companions are built in less time than a scenario takes.
+        per_engine=1 if is_bundled and plain.graph_modes == ("none",) else 2,
+        num_requests=size.requests,
+    )
+    report.num_scenarios = effort.num_scenarios(generator)
+    examiner = _examiner(runs, adapters, model, settings, report, companions)
     sections: list[Callable[[], object]] = [
         lambda: run_scenarios(generator, examiner, effort, report, progress),
         lambda: run_matrix(plain, engines, report, model, settings, progress, effort),
@@ -95,16 +110,26 @@ def run_replay(scenario: Scenario, model: str | None = None, **settings: Any) ->
         plain = build_plain(model, settings)
         report.numerics = plain.engine.numerics
         adapters = RandomAdapters(worker_of(plain.engine).model)
-        runs = _plain_runs(plain, adapters, model, settings)
-        replay(scenario, _examiner(runs, adapters, model, settings, report), report)
+        companions = Companions(find_model(None), settings)
+        runs = _plain_runs(plain, adapters, model, settings, companions)
+        examiner = _examiner(runs, adapters, model, settings, report, companions)
+        replay(scenario, examiner, report)
     return report
 
 
 def _plain_runs(
-    plain: CheckEngine, adapters: RandomAdapters, model: str | None, settings: dict[str, Any]
+    plain: CheckEngine,
+    adapters: RandomAdapters,
+    model: str | None,
+    settings: dict[str, Any],
+    companions: Companions,
 ) -> PlainRuns:
     """Return the plain runs of an engine, and of one with adapters that is built when needed."""
-    return PlainRuns(plain, lambda: build_plain(model, {**settings, **adapters.settings()}))
+    return PlainRuns(
+        plain,
+        lambda: build_plain(model, {**settings, **adapters.settings()}),
+        companion=companions.plain,
+    )
 
 
 def _examiner(
@@ -113,11 +138,16 @@ def _examiner(
     model: str | None,
     settings: dict[str, Any],
     report: Report,
+    companions: Companions,
 ) -> Examiner:
     def build_kind(kind: Kind) -> CheckEngine:
-        settings_of_kind = settings_with(kind.settings(), settings)
-        settings_of_kind |= adapters.settings() if kind.adapters else {}
-        engine = build(model, settings_of_kind, kind.hooks())
+        if kind.model != SERVED:
+            named = (kind.model, kind.numerics)
+            engine = companions.build(*named, kind.settings(), kind.hooks(), kind.adapters)
+        else:
+            settings_of_kind = settings_with(kind.settings(), settings)
+            settings_of_kind |= adapters.settings() if kind.adapters else {}
+            engine = build(model, settings_of_kind, kind.hooks())
         if report.coverage is not None:
             report.coverage.record_engine(engine.engine, kind.drafter)
         return engine

@@ -253,6 +253,7 @@ def _run(
         return run_logits(size, model, shard=shard, **progress, **engine_settings)
     effort = Effort(
         SIZES[size].scenarios,
+        covers=SIZES[size].covers,
         seconds=run_options["seconds"],
         # The shrunk scenario is written to the working directory.
         folder=Path(),
@@ -319,11 +320,15 @@ def _print(report: "Report", table: Table) -> None:
     if report.exercised:
         counters = ", ".join(f"{count:,} {name}" for name, count in report.exercised.items())
         console.print(f"exercised: {counters}", soft_wrap=True)
+    if report.tuples is not None:
+        console.print(f"features: {report.tuples.summary()}", soft_wrap=True)
     shard = f"shard {report.shard}; " if report.shard.count > 1 else ""
     about = f"{shard}seed {report.seed}; {report.seconds:.0f} s"
     console.print("; ".join(part for part in (about, report.numerics) if part), soft_wrap=True)
     for reason in report.skipped:
         console.print(f"skipped drafter {reason}", soft_wrap=True)
+    for reason in report.refused:
+        console.print(f"skipped {reason}", soft_wrap=True)
     console.print(report.verdict, style=_verdict_color(report), markup=False, soft_wrap=True)
 
 

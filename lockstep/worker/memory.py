@@ -148,12 +148,15 @@ def staging_bytes(config: EngineConfig) -> int:
     return BUFFERS * STAGING_BYTES if config.kv_offloading_size else 0
 
 
-def host_memory(pages: int, page_bytes: int, device: str) -> list[Tensor]:
+def host_memory(
+    pages: int, page_bytes: int, device: str, slab_bytes: int = SLAB_BYTES
+) -> list[Tensor]:
     """Allocate host memory [pages, page_bytes] uint8, pinned for a GPU, as a list of tensors.
 
-    All but the last have the same length, since torch pins powers of two. Raises CapacityError.
+    All but the last have the same length, since torch pins powers of two. slab_bytes: maximum bytes
+    of one of them. Raises CapacityError.
     """
-    count = max(SLAB_BYTES // page_bytes, 1)
+    count = max(slab_bytes // page_bytes, 1)
     sizes = [min(count, pages - first) for first in range(0, pages, count)]
     pinned = device == "cuda"
     try:

@@ -24,7 +24,8 @@ import json, sys, time
 from lockstep.check import SIZES, Effort, run_check
 from lockstep.config import EngineConfig
 started = time.process_time()
-effort = Effort(SIZES[sys.argv[1]].scenarios, minimise=0.0, fail_fast=True)
+size = SIZES[sys.argv[1]]
+effort = Effort(size.scenarios, covers=size.covers, minimise=0.0, fail_fast=True)
 report = run_check(sys.argv[1], seed=int(sys.argv[2]), effort=effort)
 result = report.to_json()
 result["spent"] = time.process_time() - started

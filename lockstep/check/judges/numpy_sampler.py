@@ -5,6 +5,8 @@ tokens. It implements choices, bias, bad words, min_tokens, penalties, filters a
 documentation, without code of the engine.
 """
 
+import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,21 +43,61 @@ class Choices:
 
 
 @dataclass(frozen=True)
+class Thought:
+    """Thought with which an answer begins.
+
+    closing: token that ends it. budget: maximum tokens before that one, None for no limit.
+    """
+
+    closing: int
+    budget: int | None = None
+
+    def content(self, answer: Sequence[int]) -> Sequence[int] | None:
+        """Return the answer's tokens after the thought, None inside of it."""
+        if self.closing not in answer:
+            return None
+        return answer[list(answer).index(self.closing) + 1 :]
+
+
+@dataclass(frozen=True)
 class TokenContext:
-    """Context of the next token: prompt, output so far, end-of-sequence ids, allowed choices."""
+    """Context of the next token.
+
+    prompt, answer: tokens so far. eos_ids: end-of-sequence ids. choices: allowed texts of the
+    content, None if all are allowed. thought: thought before the content. has_unknown_form: a
+    grammar that this judge does not know bans tokens of the content.
+    """
 
     prompt: Sequence[int]
     answer: Sequence[int]
     eos_ids: frozenset[int]
     choices: Choices | None = None
+    thought: Thought | None = None
+    has_unknown_form: bool = False
+
+    @property
+    def content(self) -> Sequence[int] | None:
+        """Return the tokens of the content so far, None inside of a thought."""
+        return self.answer if self.thought is None else self.thought.content(self.answer)
+
+    def allowed(self) -> set[int] | None:
+        """Return the tokens that the thought's budget or the choices allow; None for all."""
+        content = self.content
+        if content is None:
+            assert self.thought is not None
+            budget = self.thought.budget
+            is_used_up = budget is not None and len(self.answer) >= budget
+            return {self.thought.closing} if is_used_up else None
+        return None if self.choices is None else self.choices.next_tokens(content, self.eos_ids)
 
 
 def masked_logits(raw: Floats, context: TokenContext, params: SamplingParams) -> Floats:
     """Apply choices, bias, bad words, min_tokens and penalties to raw logits [V], in this order."""
     logits = raw.astype(np.float64)
-    if context.choices is not None:
+    permitted = context.allowed()
+    if permitted is not None:
         chosen = np.full_like(logits, -np.inf)
-        chosen[list(context.choices.next_tokens(context.answer, context.eos_ids))] = 0.0
+        chosen[list(permitted)] = 0.0
         logits = logits + chosen
     if params.allowed_token_ids is not None:
         allowed = np.full_like(logits, -np.inf)
@@ -162,10 +204,30 @@ def wrong_token(
     raw: Floats, token: int, context: TokenContext, params: SamplingParams, seed: int
 ) -> str | None:
     """Return what is wrong with a token at this position, or None."""
+    if context.has_unknown_form and context.content is not None:
+        return None
     gap = relative_gap(raw, token, context, params, seed)
     if gap <= SCORE_TOLERANCE:
         return None
     return f"token {token} is not the one that the logits and parameters give (off by {gap:.2g})"
+
+
+def wrong_form(text: str, regex: str | None, schema: object) -> str | None:
+    """Return what is wrong with a complete content, or None.
+
+    regex: one in the common syntax of re. schema: JSON schema of an object of the content, which
+    has to be parsed; its required names must be there.
+    """
+    if regex is not None:
+        return None if re.fullmatch(regex, text) else f"the text {text!r} does not match {regex}"
+    if not isinstance(schema, dict):
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return f"the text {text!r} is not JSON"
+    missing = set(schema.get("required", ())) - set(value)
+    return f"the text {text!r} lacks {sorted(missing)}" if missing else None
 
 
 def wrong_end(

@@ -6,23 +6,37 @@ ending and log-probability against the raw logits.
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lockstep.check.engines import ONE_TOKEN, CheckEngine, Completion
+from lockstep.check.engines import ONE_TOKEN, CheckEngine, Completion, Conversation, rendered
 from lockstep.check.judges import numpy_sampler
 from lockstep.check.judges.answers import Answer, Mismatch
 from lockstep.check.judges.digests import RawLogits, digest
+from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 
+SERVED = "served"
+"""Name of the model that the user checks, among the models of a check."""
 PROMPT_LOGPROB_TOLERANCES = {"float32": 1e-3}
 """Relative tolerance by dtype, 0.1 for 16-bit dtypes, of a prompt token's log-probability. It is
 compared with a run of a shorter prompt, whose last chunk has another length."""
 MAX_FLATTEST_ROWS = 8
 """Maximum stored logit rows with the highest entropy, for the distribution tests."""
+
+
+class EngineKind(Protocol):
+    """Kind of an engine, as far as its plain runs depend on it."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def numerics(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -40,7 +54,8 @@ class PlainRuns:
     """Outputs of one plain engine, cached by prompt and parameters, and their faults.
 
     adapter: name of the LoRA adapter of all requests, "" for the base model. build_adapted: builds
-    the plain engine with adapters; base models are judged on an engine without.
+    the plain engine with adapters; base models are judged on an engine without. companion: returns
+    the plain runs of a companion by its name and numerics.
     """
 
     def __init__(
@@ -48,10 +63,12 @@ class PlainRuns:
         engine: CheckEngine,
         build_adapted: Callable[[], CheckEngine] | None = None,
         adapter: str = "",
+        companion: Callable[[str, str], "PlainRuns"] | None = None,
     ) -> None:
         self.engine = engine
         self.adapter = adapter
         self._build_adapted = build_adapted
+        self._companion = companion
         self._adapted: dict[str, PlainRuns] = {}
         self.llm = engine.llm
         self.faults: list[Fault] = []
@@ -59,6 +76,11 @@ class PlainRuns:
         self._answers: dict[str, list[Answer]] = {}
         self._runs = 0
         self._token_bytes: list[bytes] = []
+
+    @property
+    def has_adapters(self) -> bool:
+        """Return whether an engine with adapters can be built."""
+        return self._build_adapted is not None
 
     def of(self, adapter: str) -> "PlainRuns":
         """Return the plain runs of an adapter: these for the base model."""
@@ -71,24 +93,45 @@ class PlainRuns:
             self._adapted = {name: PlainRuns(engine, adapter=name) for name in names}
         return self._adapted[adapter]
 
+    def for_kind(self, kind: EngineKind) -> "PlainRuns":
+        """Return the plain runs of the model and the numerics of an engine's kind."""
+        if self._companion is None or kind.model == SERVED:
+            return self
+        return self._companion(kind.model, kind.numerics)
+
     def without_outputs(self) -> "PlainRuns":
         """Return plain runs of the same engine and adapter without any output."""
         return PlainRuns(self.engine, adapter=self.adapter)
 
-    def answers(self, prompt: Sequence[int], params: SamplingParams) -> list[Answer]:
+    def answers(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        conversation: Conversation | None = None,
+    ) -> list[Answer]:
         """Return the n completions of a request, each run alone."""
-        key = json.dumps([list(prompt), asdict(params)], default=str)
+        talk = None if conversation is None else asdict(conversation)
+        key = json.dumps([list(prompt), asdict(params), talk], default=str)
         if key not in self._answers:
             self._runs += 1
-            completions = self.engine.completions(f"plain-{self._runs}", prompt, params)
+            completions = self.engine.completions(
+                f"plain-{self._runs}", prompt, params, conversation=conversation
+            )
+            thinks = conversation is not None and conversation.thinks
             self._answers[key] = [
-                self._run(completion, index, params) for index, completion in enumerate(completions)
+                self._run(completion, index, params, thinks)
+                for index, completion in enumerate(completions)
             ]
         return self._answers[key]
 
-    def fault_of(self, prompt: Sequence[int], params: SamplingParams) -> Fault | None:
+    def fault_of(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        conversation: Conversation | None = None,
+    ) -> Fault | None:
         """Return the fault of a request's plain run, or None."""
-        self.answers(prompt, params)
+        self.answers(prompt, params, conversation)
         faults = (
             fault
             for fault in self.faults
@@ -96,14 +139,18 @@ class PlainRuns:
         )
         return next(faults, None)
 
-    def _run(self, completion: Completion, index: int, params: SamplingParams) -> Answer:
-        """Run and judge one completion."""
+    def _run(
+        self, completion: Completion, index: int, params: SamplingParams, thinks: bool
+    ) -> Answer:
+        """Run and judge one completion. thinks: it begins with a thought."""
         logits = self._serve(completion)
         raw = logits.first_rows(len(completion.text.output.token_ids))
         answer = completion.answer(digest(raw).tolist())
         request = completion.request
         seed = None if params.seed is None else params.seed + index
-        mismatch = _first_fault(answer, raw, request, seed, self._choices(request))
+        mismatch = _first_fault(answer, raw, request, seed, self._context(request, thinks))
+        if mismatch is None:
+            mismatch = self._wrong_form(answer, request, thinks)
         if mismatch is None and answer.prompt_logprobs:
             mismatch = self._wrong_prompt_logprob(request, answer)
         if mismatch is not None:
@@ -111,6 +158,45 @@ class PlainRuns:
             self.faults.append(Fault(prompt, params, index, *mismatch))
         self._record_flattest(raw)
         return answer
+
+    def _context(self, request: Request, thinks: bool) -> numpy_sampler.TokenContext:
+        """Return the context of an answer's first token."""
+        choices = self._choices(request)
+        return numpy_sampler.TokenContext(
+            request.prompt_token_ids,
+            (),
+            request.eos_token_ids,
+            choices,
+            self._thought(request) if thinks else None,
+            request.params.structured_outputs is not None and choices is None,
+        )
+
+    def _thought(self, request: Request) -> numpy_sampler.Thought | None:
+        """Return the thought with which an answer begins."""
+        closing = closing_tag(self.llm)
+        if closing is None:
+            return None
+        params = request.params
+        budget = params.thinking_token_budget
+        max_tokens = request.max_total_tokens - len(request.prompt_token_ids)
+        is_limited = budget is not None and 0 <= budget < max_tokens
+        return numpy_sampler.Thought(closing, budget if is_limited else None)
+
+    def _wrong_form(self, answer: Answer, request: Request, thinks: bool) -> Mismatch | None:
+        """Return what is wrong with the text of a complete answer of a structured output."""
+        form = request.params.structured_outputs
+        tokenizer = self.llm.tokenizer
+        if form is None or tokenizer is None or answer.ending != ("stop", None):
+            return None
+        content: Sequence[int] | None = answer.tokens[:-1]
+        thought = self._thought(request) if thinks else None
+        if thought is not None:
+            content = thought.content(answer.tokens[:-1])
+        if content is None:  # the answer ended inside of the thought
+            return None
+        text = tokenizer.decode(content, skip_special_tokens=False)
+        fault = numpy_sampler.wrong_form(text, form.regex, form.json)
+        return None if fault is None else (len(answer.tokens) - 1, fault)
 
     def _choices(self, request: Request) -> numpy_sampler.Choices | None:
         """Return the choices of a structured output, or None."""
@@ -158,6 +244,8 @@ class PlainRuns:
 
     def _record_flattest(self, raw: Tensor) -> None:
         """Store the row of raw logits [N, V] with the highest entropy, if it is among the top."""
+        if not len(raw):
+            return
         probabilities = torch.softmax(raw.double(), -1)
         entropy = -torch.special.xlogy(probabilities, probabilities).sum(-1)
         flattest = int(entropy.argmax())
@@ -165,23 +253,37 @@ class PlainRuns:
         self.flattest = sorted(self.flattest, key=lambda e: -e[0])[:MAX_FLATTEST_ROWS]
 
 
+def closing_tag(llm: LLM) -> int | None:
+    """Return the token that ends a thought, None if no conversation can begin one."""
+    processor = llm.processor
+    tags = getattr(processor._reasoning, "TAGS", None)
+    if processor.template is None or tags is None or processor.tokenizer is None:
+        return None
+    begin, end = (processor.tokenizer.fast.token_to_id(tag) for tag in tags)
+    if begin is None or end is None:
+        return None
+    text = rendered(llm, Conversation("a", thinks=True)).text
+    return end if text.rstrip().endswith(tags[0]) else None
+
+
 def _first_fault(
     answer: Answer,
     raw: Tensor,
     request: Request,
     seed: int | None,
-    choices: numpy_sampler.Choices | None,
+    first: numpy_sampler.TokenContext,
 ) -> Mismatch | None:
-    """Return the first position that contradicts the raw logits [N, V] and the reason, or None."""
+    """Return the first position that contradicts the raw logits [N, V] and the reason, or None.
+
+    first: context of the answer's first token.
+    """
     params = request.params
     scores = raw.double().numpy()
     # The engine stores seeds as int64; completion i of a request has the seed plus i, wrapped.
     signed_seed = request.seed if seed is None else (seed + 2**63) % 2**64 - 2**63
     for index, token in enumerate(answer.tokens):
         previous = answer.tokens[:index]
-        context = numpy_sampler.TokenContext(
-            request.prompt_token_ids, previous, request.eos_token_ids, choices
-        )
+        context = replace(first, answer=previous)
         fault = numpy_sampler.wrong_token(scores[index], token, context, params, signed_seed)
         if fault is None and params.logprobs is not None:
             logprobs = {t: (float.fromhex(v), rank) for t, v, rank in answer.logprobs[index]}

@@ -33,7 +33,8 @@ class Size:
     max_tokens: output tokens per request. alone: number of the 8 cases that an engine runs alone;
     engines take different ones. companions: number of the 7 short cases that share a batch with the
     long one. scenarios: number of random scenarios. num_samples: sampled tokens of each test of a
-    distribution.
+    distribution. strength: number of feature values whose combinations scenarios meet. covers: more
+    scenarios until every such combination was met. requests: requests per scenario.
     """
 
     max_tokens: int
@@ -41,6 +42,9 @@ class Size:
     companions: int
     scenarios: int = 0
     num_samples: int = 0
+    strength: int = 2
+    covers: bool = False
+    requests: int = 4
 
     @property
     def answers(self) -> int:
@@ -49,9 +53,9 @@ class Size:
 
 
 SIZES = {
-    "quick": Size(8, 1, 2, scenarios=12, num_samples=64),
-    "default": Size(24, 2, 2, scenarios=60, num_samples=256),
-    "full": Size(32, 8, 7, scenarios=240, num_samples=1024),
+    "quick": Size(8, 1, 2, scenarios=14, num_samples=64),
+    "default": Size(24, 2, 2, scenarios=60, num_samples=256, covers=True),
+    "full": Size(32, 8, 7, scenarios=240, num_samples=1024, strength=3, covers=True),
 }
 
 ROWS = 8

@@ -70,6 +70,7 @@ def page(report: Report, command: Sequence[str]) -> str:
         _figures(report),
         _failures(report),
         _section("Random scenarios", _scenarios(report)),
+        _section("Combinations of features", _tuples(report)),
         _section("Matrix of engine settings", _matrix(report)),
         _section("Tests of sampling distributions and logits", _tests(report)),
         _section("Not exercised", _not_exercised(report)),
@@ -199,6 +200,25 @@ def _scenarios(report: Report) -> str:
     return _svg(LABEL + PER_LINE * DOT, y, "random scenarios", "".join(body), caption)
 
 
+def _tuples(report: Report) -> str:
+    """Return which combinations of feature values scenarios met, and which not, with reasons."""
+    tuples = report.tuples
+    if tuples is None:
+        return ""
+    parts = [f"<p>{escape(tuples.summary())}.</p>"]
+    unmet = tuples.unmet()
+    for title, lines in (
+        ("Features that no request had", tuples.unmet_values()),
+        ("Not met", unmet),
+        ("Excluded", [f"{reason}: {count}" for reason, count in tuples.excluded().items()]),
+    ):
+        items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+        if items:
+            summary = f"<summary>{escape(title)}: {len(lines)}</summary>"
+            parts.append(f'<details>{summary}<ul class="soft">{items}</ul></details>')
+    return "".join(parts)
+
+
 def _tests(report: Report) -> str:
     """Return the results of the distribution tests and of the comparison with transformers."""
     tallies = _tallies_of(report, *TESTS)
@@ -212,7 +232,11 @@ def _tests(report: Report) -> str:
 
 
 def _not_exercised(report: Report) -> str:
-    missing = [*report.skipped, *(report.coverage.missing() if report.coverage else ())]
+    missing = [
+        *report.skipped,
+        *report.refused,
+        *(report.coverage.missing() if report.coverage else ()),
+    ]
     items = "".join(f"<li>{escape(lack)}</li>" for lack in missing)
     return f'<ul class="soft">{items}</ul>' if items else ""
 

@@ -5,11 +5,14 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.check.matrix.setups import PHASES, SCENARIO, TESTS, Setup
 from lockstep.check.report.coverage import Coverage
 from lockstep.check.shard import WHOLE, Shard
+
+if TYPE_CHECKING:
+    from lockstep.check.scenarios.met_tuples import MetTuples
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ class Report:
     interrupted: bool = False
     num_scenarios: int | None = None
     num_matrix_cases: int | None = None
+    tuples: "MetTuples | None" = None
+    refused: list[str] = field(default_factory=list)
 
     def add(self, tally: Tally) -> None:
         """Add the cases of an engine or a scenario."""
@@ -152,6 +157,8 @@ class Report:
             "exercised": self.exercised,
             "skipped": self.skipped,
             "not_exercised": self.coverage.missing() if self.coverage else [],
+            "refused": self.refused,
+            "feature_tuples": self.tuples.to_json() if self.tuples else None,
             "engines": [asdict(t) for t in self.tallies],
             "failures": [asdict(f) for f in self.failures],
         }

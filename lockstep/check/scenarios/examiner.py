@@ -4,24 +4,22 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
 from lockstep.check.drafters import NO_DRAFTER
 from lockstep.check.engines import CheckEngine
-from lockstep.check.judges.answers import ACCEPTED, CACHED, DRAFTED, FORCED, NO_ENDING, PREEMPTIONS
-from lockstep.check.judges.plain_runs import PlainRuns
+from lockstep.check.judges.answers import ACCEPTED, CACHED, DRAFTED, FORCED, PREEMPTIONS, Answer
+from lockstep.check.judges.plain_runs import SERVED, PlainRuns
 from lockstep.check.judges.trace import compare, traced
 from lockstep.check.matrix.setups import SCENARIO, Setup
 from lockstep.check.report.coverage import Coverage
 from lockstep.check.report.progress import Progress
 from lockstep.check.report.report import Failure, Report, Tally
-from lockstep.check.scenarios.generator import (
-    NUM_EARLY_SCENARIOS,
-    SCENARIOS_PER_KIND,
-    ScenarioGenerator,
-)
+from lockstep.check.scenarios.driver import FAILED_STEPS, OTHER_ROWS, REUSED_IDS, Event
+from lockstep.check.scenarios.generator import GeneratedScenario, ScenarioGenerator, met_values
+from lockstep.check.scenarios.met_tuples import MetTuples
 from lockstep.check.scenarios.runner import ScenarioRunner
 from lockstep.check.scenarios.scenario import Kind, Scenario, write_scenario
 from lockstep.check.scenarios.shrink import minimise
@@ -30,10 +28,16 @@ from lockstep.errors import LockstepError
 from lockstep.spec import prediction
 
 Build = Callable[[Kind], CheckEngine]
-REQUIRED_EVENTS = (CACHED, PREEMPTIONS, DRAFTED, ACCEPTED, FORCED)
-"""Counters that must not be zero over all scenarios."""
 HOST_LOADS = "pages loaded from host memory"
-"""Counter that must not be zero if a scenario is meant to load prefixes from host memory."""
+REQUIRED_EVENTS = (
+    *(CACHED, PREEMPTIONS, DRAFTED, ACCEPTED, FORCED),
+    *(HOST_LOADS, FAILED_STEPS, OTHER_ROWS, REUSED_IDS),
+)
+"""Counters that must not be zero over all scenarios of a check that meets every pair."""
+MIN_SCENARIOS = 20
+"""Scenarios of a check from which on the required events must occur."""
+MAX_REPAIRS = 12
+"""Maximum scenarios that are added for tuples that were planned and did not occur."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +59,17 @@ class Difference:
 
 @dataclass
 class Examination:
-    """Result of comparing one scenario: difference, number of outputs and event counters."""
+    """Result of comparing one scenario: difference, number of outputs and event counters.
+
+    met: per request, the features that depend on the run and that it really had. refusal: why its
+    engine cannot be built here.
+    """
 
     difference: Difference | None
     answers: int
     events: Counter[str]
+    met: list[set[Event]] = field(default_factory=list)
+    refusal: str = ""
 
 
 class Examiner:
@@ -80,6 +90,16 @@ class Examiner:
 
     def examine(self, scenario: Scenario) -> Examination:
         """Run a scenario and compare its outputs. An exception counts as a difference."""
+        if scenario.kind.model != SERVED:
+            try:
+                self.plain.for_kind(scenario.kind)
+                self.runner(scenario.kind)
+            except LockstepError as error:
+                # A companion may not suit the device or the user's settings.
+                return Examination(None, 0, Counter(), refusal=str(error))
+            except Exception as error:
+                what = f"building the engine raised {type(error).__name__}: {error}"
+                return Examination(Difference(None, 0, None, what), 1, Counter())
         plain_difference = self._wrong_plain(scenario)
         if plain_difference is not None:
             return Examination(plain_difference, 1, Counter())
@@ -91,20 +111,20 @@ class Examiner:
             what = f"raised {type(error).__name__}: {error}"
             refused = isinstance(error, LockstepError)
             return Examination(Difference(None, 0, None, what, refused=refused), 1, Counter())
-        count = sum(len(outputs) for outputs in result.answers)
-        for index, (outputs, request) in enumerate(
-            zip(result.answers, scenario.requests, strict=True)
-        ):
-            expected = self.plain.of(request.adapter).answers(
-                request.prompt, scenario.plain_params(request)
-            )
-            for completion, answer in enumerate(outputs):
-                aborted = answer.ending == NO_ENDING
-                mismatch = answer.first_difference(expected[completion], aborted)
-                if mismatch is not None:
-                    difference = Difference(index, completion, *mismatch)
-                    return Examination(difference, count, result.events)
-        return Examination(None, count, result.events)
+        count = len(result.answers)
+        for outcome in result.answers:
+            expected = self._expected(scenario, outcome.request)[outcome.completion]
+            mismatch = outcome.answer.first_difference(expected, outcome.aborted)
+            if mismatch is not None:
+                difference = Difference(outcome.request, outcome.completion, *mismatch)
+                return Examination(difference, count, result.events)
+        return Examination(None, count, result.events, result.met)
+
+    def _expected(self, scenario: Scenario, index: int) -> list[Answer]:
+        """Return the plain outputs of a request."""
+        request = scenario.requests[index]
+        runs = self.plain.for_kind(scenario.kind).of(request.adapter)
+        return runs.answers(request.prompt, scenario.plain_params(request), request.conversation)
 
     def differs(self, scenario: Scenario) -> bool:
         """Return whether the scenario differs; a scenario that Lockstep refuses does not count."""
@@ -114,8 +134,9 @@ class Examiner:
     def _wrong_plain(self, scenario: Scenario) -> Difference | None:
         for index, request in enumerate(scenario.requests):
             try:
-                fault = self.plain.of(request.adapter).fault_of(
-                    request.prompt, scenario.plain_params(request)
+                runs = self.plain.for_kind(scenario.kind).of(request.adapter)
+                fault = runs.fault_of(
+                    request.prompt, scenario.plain_params(request), request.conversation
                 )
             except Exception as error:
                 what = f"the plain run raised {type(error).__name__}: {error}"
@@ -131,9 +152,10 @@ class Examiner:
 class Effort:
     """Extent of a check.
 
-    scenarios: number of scenarios over all shards. seconds: time limit that replaces the number.
-    minimise: seconds for shrinking the first scenario that differs. folder: directory for its file,
-    or None. fail_fast: stop at the first difference. shard: part of the check to run.
+    scenarios: number of scenarios over all shards. covers: more of them until every pair or triple
+    was planned, and again where a planned one did not occur. seconds: time limit that replaces the
+    number. minimise: seconds for shrinking the first scenario that differs. folder: directory for
+    its file, or None. fail_fast: stop at the first difference. shard: part of the check to run.
     """
 
     scenarios: int
@@ -142,19 +164,26 @@ class Effort:
     folder: Path | None = None
     fail_fast: bool = False
     shard: Shard = WHOLE
+    covers: bool = False
 
-    @property
-    def num_scenarios(self) -> int | None:
+    def total(self, generator: ScenarioGenerator) -> int:
+        """Return the number of scenarios over all shards."""
+        if not self.covers:
+            return self.scenarios
+        return max(self.scenarios, generator.plan.num_scenarios)
+
+    def num_scenarios(self, generator: ScenarioGenerator) -> int | None:
         """Return the number of scenarios of the shard; None if a time limit decides."""
         if self.seconds is not None:
             return None
-        return sum(self.shard.has(index // SCENARIOS_PER_KIND) for index in range(self.scenarios))
+        indices = range(self.total(generator))
+        return sum(self.shard.has(index // generator.per_engine) for index in indices)
 
-    def is_over(self, index: int, elapsed: float) -> bool:
+    def is_over(self, index: int, elapsed: float, total: int) -> bool:
         """Return whether to stop before scenario `index`, after this number of seconds."""
         if self.seconds is not None:
             return elapsed >= self.seconds
-        return index >= self.scenarios
+        return index >= total
 
 
 def run_scenarios(
@@ -166,39 +195,91 @@ def run_scenarios(
 ) -> None:
     """Generate and run scenarios, and add the results to the report."""
     started = time.monotonic()
-    required: tuple[str, ...] = REQUIRED_EVENTS
+    total = 0 if effort.seconds is not None else effort.total(generator)
+    met = MetTuples(generator.plan)
+    report.tuples = met
+    run = _ScenarioRun(generator, examiner, effort, report, met)
     for index in count():
-        if effort.is_over(index, time.monotonic() - started):
+        if effort.is_over(index, time.monotonic() - started, total):
             break
         # Scenarios of a kind share an engine, so they belong to the same shard.
-        if not effort.shard.has(index // SCENARIOS_PER_KIND):
+        if not effort.shard.has(index // generator.per_engine):
             continue
-        progress(f"scenario {index}", index, 0 if effort.seconds is not None else effort.scenarios)
-        scenario_started = time.monotonic()
+        progress(f"scenario {index}", index, total)
+        if not run.run(index):
+            return
+    if effort.covers and effort.seconds is None:
+        generator.plan.plan_again(met.missed)
+        for index in range(total, total + MAX_REPAIRS):
+            if not met.missed.any():
+                break
+            progress(f"scenario {index}", index, total + MAX_REPAIRS)
+            if not run.run(index):
+                return
+    if sum(tally.setup.phase == SCENARIO for tally in report.tallies) >= MIN_SCENARIOS:
+        _check_exercised(report, REQUIRED_EVENTS)
+
+
+@dataclass
+class _ScenarioRun:
+    """Run of numbered scenarios, whose results go to a report. met: the tuples of values so far."""
+
+    generator: ScenarioGenerator
+    examiner: Examiner
+    effort: Effort
+    report: Report
+    met: MetTuples
+
+    def run(self, index: int) -> bool:
+        """Generate and run one scenario; return False if the check must stop."""
+        report = self.report
+        started = time.monotonic()
+        name = f"scenario {index} of seed {self.generator.seed}"
         try:
-            scenario = generator.scenario(index)
+            generated = self._generated(index)
         except Exception as error:  # the generator runs the plain engine, which may raise anything
             what = f"the plain run raised {type(error).__name__}: {error}"
-            setup = Setup(NO_DRAFTER, 0, SCENARIO, "none")
-            report.fail(setup, f"scenario {index} of seed {generator.seed}", what, "a plain run")
-            return
-        result = examiner.examine(scenario)
-        required = (*REQUIRED_EVENTS, HOST_LOADS) if generator.loads_from_host(index) else required
+            report.fail(Setup(NO_DRAFTER, 0, SCENARIO, "none"), name, what, "a plain run")
+            return False
+        if generated is None:
+            return True
+        scenario = generated.scenario
+        result = self.examiner.examine(scenario)
+        if result.refusal:
+            self._refuse(index, result.refusal)
+            return True
         if report.coverage is not None:
             _record_params(report.coverage, scenario)
-        seconds = round(time.monotonic() - scenario_started, 2)
+        seconds = round(time.monotonic() - started, 2)
         failed = int(result.difference is not None)
         report.add(Tally(setup_of(scenario), result.answers, failed, seconds, f"scenario {index}"))
         report.count(result.events)
+        self.met.plan(self.generator.plan.scenario(index).rows())
+        for values, events in zip(generated.values, result.met, strict=False):
+            self.met.add(met_values(values, events))
         if result.difference is not None:
-            name = f"scenario {index} of seed {generator.seed}"
             first = not any(f.setup.phase == SCENARIO for f in report.failures)
-            file = f"lockstep-check-{generator.seed}-{index}.json" if first else None
-            _add_difference(report, scenario, result.difference, examiner, effort, name, file)
-        if failed and effort.fail_fast:
-            return
-    if sum(tally.setup.phase == SCENARIO for tally in report.tallies) >= NUM_EARLY_SCENARIOS:
-        _check_exercised(report, required)
+            file = f"lockstep-check-{self.generator.seed}-{index}.json" if first else None
+            difference = result.difference
+            _add_difference(report, scenario, difference, self.examiner, self.effort, name, file)
+        return not (failed and self.effort.fail_fast)
+
+    def _generated(self, index: int) -> GeneratedScenario | None:
+        """Return a generated scenario, None if its companion cannot be built."""
+        if self.generator.kind(index).model == SERVED:
+            return self.generator.generate(index)
+        try:
+            return self.generator.generate(index)
+        except LockstepError as error:
+            self._refuse(index, str(error))
+            return None
+
+    def _refuse(self, index: int, why: str) -> None:
+        """Record that the engine of a scenario with a companion cannot be built."""
+        kind = self.generator.kind(index)
+        text = f"companion {kind.model}, {kind.numerics}, drafter {kind.drafter}: {why}"
+        if text not in self.report.refused:
+            self.report.refused.append(text)
 
 
 def _record_params(coverage: Coverage, scenario: Scenario) -> None:
@@ -286,9 +367,9 @@ def locate(scenario: Scenario, difference: Difference, examiner: Examiner) -> st
     end = len(request.prompt) + difference.position
     eager = replace(scenario, kind=replace(scenario.kind, graph="none"))
     # New plain runs: the cached ones would not run again, and their first id is plain-1.
-    plain = examiner.plain.of(request.adapter).without_outputs()
+    plain = examiner.plain.for_kind(scenario.kind).of(request.adapter).without_outputs()
     with traced(plain.engine, lambda row: row.id == plain_id) as plain_digests:
-        plain.answers(request.prompt, scenario.plain_params(request))
+        plain.answers(request.prompt, scenario.plain_params(request), request.conversation)
     try:
         runner = examiner.runner(eager.kind)
         with traced(runner.engine, lambda row: row.id == traced_id) as digests:

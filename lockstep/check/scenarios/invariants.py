@@ -3,16 +3,24 @@
 They concern the host only: nothing here synchronizes with the device, which may run steps later.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.cache.cache import Cache
 from lockstep.cache.groups import CacheSeq, salt_of
-from lockstep.cache.host_tier import Key
+from lockstep.cache.host_tier import PAGES, Key
 from lockstep.engine.engine import Engine
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import Admission, PromptChunk, Schedule
-from lockstep.scheduling.scheduler import Scheduler
+from lockstep.scheduling.scheduler import Entry, Scheduler
 from lockstep.worker.executor import worker_of
+
+AT_ONCE = "at once"
+ANOTHER_ROW = "another row"
+LATER = "later"
+"""Ways in which a preempted request returns: as the scheduler likes, under another row, later."""
+HELD_TICKS = 3
+"""Schedules in which a preempted request that should return later gets no row."""
 
 
 class InvariantError(Exception):
@@ -127,19 +135,77 @@ class ScheduleInvariants:
         return cache.state.pool.key_of.get(slot) == fresh.key(tokens // size - 1, size)
 
 
+@dataclass(frozen=True)
+class Resumption:
+    """Cached prefix of an admitted request.
+
+    tokens: cached tokens. from_host: pages of them came from host memory. branch: tokens of cached
+    pages whose state had no snapshot.
+    """
+
+    tokens: int
+    from_host: bool
+    branch: int
+
+
 class CheckedScheduler(Scheduler):
-    """Scheduler that checks the invariants of each of its schedules."""
+    """Scheduler that checks the invariants of each of its schedules.
+
+    returns: how a preempted request gets a row again, by request id; AT_ONCE for other_rows. Memory
+    seems short to it for as long as that needs. returned: how requests returned, by id.
+    resumptions: cached prefixes of admitted requests, by id.
+    """
 
     def __init__(self, cache: Cache, **options: Any) -> None:
         super().__init__(cache, **options)
         self.invariants = ScheduleInvariants(self)
+        self.returns: dict[str, str] = {}
+        self.returned: dict[str, set[str]] = {}
+        self.resumptions: dict[str, Resumption] = {}
+        self._left: dict[str, tuple[int, int]] = {}
 
     def schedule(self) -> Schedule:
         """Return the next schedule. Raises InvariantError if it violates an invariant."""
         self.invariants.begin()
         schedule = super().schedule()
         self.invariants.check(schedule)
+        fetched = {move.unit for move in schedule.fetched.get(PAGES, ())}
+        for admission in schedule.admissions:
+            self.resumptions[admission.spec.id] = Resumption(
+                admission.start,
+                not fetched.isdisjoint(admission.pages),
+                self.entries[admission.spec.id].seq.branch,
+            )
         return schedule
+
+    def _preempt(self, plan: Schedule, entry: Entry) -> None:
+        """Record the row that a request leaves."""
+        self._left[entry.request.id] = (entry.row, self.ticks)
+        super()._preempt(plan, entry)
+
+    def _start(self, plan: Schedule, entry: Entry) -> bool:
+        """Start a request, a preempted one in the way that it should return."""
+        request_id = entry.request.id
+        if request_id not in self.preempted or request_id not in self._left:
+            return super()._start(plan, entry)
+        row, tick = self._left[request_id]
+        wanted = self.returns.get(request_id, AT_ONCE)
+        if wanted == LATER and self.ticks <= tick + HELD_TICKS:
+            return False
+        other_rows = [free for free in self.free_rows if free != row]
+        if wanted == ANOTHER_ROW and row in self.free_rows:
+            if not other_rows and self.ticks <= tick + HELD_TICKS:
+                return False
+            # The last row of the stack is taken next.
+            self.free_rows = [row, *other_rows]
+        if not super()._start(plan, entry):
+            return False
+        ways = self.returned.setdefault(request_id, set())
+        ways.add(ANOTHER_ROW if entry.row != row else AT_ONCE)
+        if self.ticks > tick + 1:
+            ways.add(LATER)
+        del self._left[request_id]
+        return True
 
 
 def check_snapshots(schedule: Schedule, slots: set[int]) -> None:

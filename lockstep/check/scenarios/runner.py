@@ -17,26 +17,41 @@ from lockstep.check.engines import CheckEngine, Completion
 from lockstep.check.judges.answers import FORCED, Answer, count_events
 from lockstep.check.judges.digests import LogitDigests
 from lockstep.check.judges.plain_runs import PlainRuns
+from lockstep.check.scenarios.driver import Driver, Event, Progress
 from lockstep.check.scenarios.invariants import CheckedScheduler, InvariantError, check_no_leaks
+from lockstep.check.scenarios.inventory import rows_and_units
 from lockstep.check.scenarios.scenario import Kind, Scenario, ScenarioRequest
 from lockstep.engine.engine import Engine
 from lockstep.engine.scheduler_factory import cache_config
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec import prediction
+from lockstep.step import PAGE_SIZE
 from lockstep.worker import memory
-from lockstep.worker.executor import executor_of, worker_of
+from lockstep.worker.executor import executor_of
 from lockstep.worker.worker import Worker
 
-MAX_STEPS = 3000
-"""Maximum steps of a scenario; one that takes longer is a failure."""
+
+@dataclass(frozen=True)
+class PlayedAnswer:
+    """Output of a scenario. request, completion: index of its request, and among the n of it."""
+
+    request: int
+    completion: int
+    answer: Answer
+    aborted: bool
 
 
 @dataclass
 class ScenarioResult:
-    """Result of a scenario: outputs by request and completion, and counters of its events."""
+    """Result of a scenario.
 
-    answers: list[list[Answer]]
+    answers: outputs, those of reused ids too. events: counters. met: per request, the features that
+    depend on the run and that it really had.
+    """
+
+    answers: list[PlayedAnswer]
     events: Counter[str] = field(default_factory=Counter)
+    met: list[set[Event]] = field(default_factory=list)
 
 
 class ScenarioRunner:
@@ -51,54 +66,51 @@ class ScenarioRunner:
 
         Raises what the engine raises, and InvariantError. The runner may not be used after that.
         """
+        plain = plain.for_kind(scenario.kind)
         self._install(scenario)
         if scenario.kind.drafter == oracle_drafter.NAME:
             self.engine.set_texts(oracle_texts(scenario, plain))
-        for prompt in scenario.warm_prefixes:
-            self.engine.cache([prompt])
+        for prefix in scenario.warm_prefixes:
+            self.engine.cache_prefix(prefix.prompt, prefix.tokens, prefix.salt, prefix.adapter)
         events: Counter[str] = Counter()
         digests = LogitDigests()
+        driver = Driver(self.engine, scenario.limits, events)
+
+        def remake(ended: Progress) -> Progress:
+            """Return the same completion again, which nothing disturbs."""
+            completion = self._made(scenario, ended.index, plain)[ended.number]
+            return Progress(ended.index, ended.number, ended.request, completion)
+
         with self.engine.observed(digests), self._watched_drafts(events):
-            completions = self._drive(scenario, plain, events)
+            driver.drive(self._completions(scenario, plain), remake)
         digests_by_id = digests.by_request()
-        answers = [
-            [
-                completion.answer(digests_by_id.get(completion.request.id, ()))
-                for completion in completions_of_request
-            ]
-            for completions_of_request in completions
-        ]
-        for answer in (
-            answer for completions_of_request in answers for answer in completions_of_request
-        ):
-            if answer.metrics.num_accepted_tokens > answer.metrics.num_draft_tokens:
-                raise InvariantError("more drafts were accepted than there were")
-        for completions_of_request, request in zip(answers, scenario.requests, strict=True):
-            if not request.speculate and any(
-                answer.metrics.num_draft_tokens for answer in completions_of_request
-            ):
-                raise InvariantError("drafts were verified of a request that wants none")
-        events.update(
-            count_events(
-                answer for completions_of_request in answers for answer in completions_of_request
+        outcomes = [
+            PlayedAnswer(
+                one.index,
+                one.number,
+                one.completion.answer(digests_by_id.get(one.id, ())),
+                one.completion.aborted,
             )
-        )
-        events[FORCED] += sum(
-            completion.request.token_sources.count("forced")
-            for completions_of_request in completions
-            for completion in completions_of_request
-        )
+            for one in driver.all
+        ]
+        for one, outcome in zip(driver.all, outcomes, strict=True):
+            metrics = outcome.answer.metrics
+            if metrics.num_accepted_tokens > metrics.num_draft_tokens:
+                raise InvariantError("more drafts were accepted than there were")
+            if metrics.num_draft_tokens and not one.request.speculate:
+                raise InvariantError("drafts were verified of a request that wants none")
+            one.events.update(_prefix_events(scenario, one, driver.scheduler))
+            events[FORCED] += one.completion.request.token_sources.count("forced")
+        events.update(count_events(outcome.answer for outcome in outcomes))
         events["requests with an adapter"] += sum(bool(r.adapter) for r in scenario.requests)
-        events["aborted completions"] += sum(
-            completion.aborted
-            for completions_of_request in completions
-            for completion in completions_of_request
-        )
         for group in self.engine.engine.scheduler.cache.groups:
             host_pool = group.pool.host
             events[f"{host_pool.name} loaded from host memory"] = host_pool.num_back
         check_no_leaks(self.engine.engine)
-        return ScenarioResult(answers, events)
+        met: list[set[Event]] = [set() for _ in scenario.requests]
+        for one in driver.all:
+            met[one.index] |= one.events
+        return ScenarioResult(outcomes, events, met)
 
     def _install(self, scenario: Scenario) -> None:
         """Install a scheduler and a cache with the scenario's limits, and poison the memory."""
@@ -126,43 +138,46 @@ class ScenarioRunner:
             max_num_seqs=limits.rows,
         )
         self.engine.reset(cache, CheckedScheduler, **options)
-        executor_of(engine).collective_rpc(partial(_resize_host_memory, host_pages=host_pages))
+        slab_bytes = limits.slab_pages * plan.page_bytes or memory.SLAB_BYTES
+        executor_of(engine).collective_rpc(
+            partial(_resize_host_memory, host_pages=host_pages, slab_bytes=slab_bytes)
+        )
         poison_memory(engine, scenario.poison_seed)
 
-    def _drive(
-        self, scenario: Scenario, plain: PlainRuns, events: Counter[str]
-    ) -> list[list[Completion]]:
-        """Step the engine; add, abort and preempt requests at their steps."""
-        engine = self.engine.engine
-        completions = [
-            self.engine.completions(
-                f"r{index}", request.prompt, request.sampling(), request.priority
-            )
-            for index, request in enumerate(scenario.requests)
-        ]
-        for request_completions, request in zip(completions, scenario.requests, strict=True):
-            for completion in request_completions:
-                completion.request.speculate = request.speculate
-                completion.request.cache_salt = request.salt
-                completion.request.adapter = request.adapter
-            _add_plain_tokens(scenario, request, request_completions, plain)
-        by_id = {
-            completion.request.id: completion
-            for request_completions in completions
-            for completion in request_completions
-        }
-        last_arrival = max((request.arrival for request in scenario.requests), default=0)
-        for step in range(MAX_STEPS):
-            for request_completions, request in zip(completions, scenario.requests, strict=True):
-                _apply_schedule(engine, request_completions, request, step, events)
-            if step > last_arrival and not engine.has_work():
-                return completions
-            updated = engine.step()
-            engine.scheduler.cache.check()
-            for engine_request in updated:
-                if by_id[engine_request.id].update():
-                    engine.abort(engine_request.id)
-        raise InvariantError(f"requests still run after {MAX_STEPS} steps")
+    def _completions(self, scenario: Scenario, plain: PlainRuns) -> list[Progress]:
+        """Create the completions of all requests, with what the scenario does to them."""
+        progresses = []
+        for index, request in enumerate(scenario.requests):
+            for number, completion in enumerate(self._made(scenario, index, plain)):
+                progresses.append(
+                    Progress(
+                        index,
+                        number,
+                        request,
+                        completion,
+                        list(request.preempt),
+                        request.abort,
+                        request.again,
+                    )
+                )
+        return progresses
+
+    def _made(self, scenario: Scenario, index: int, plain: PlainRuns) -> list[Completion]:
+        """Create the completions of one request."""
+        request = scenario.requests[index]
+        completions = self.engine.completions(
+            f"r{index}",
+            request.prompt,
+            request.sampling(),
+            request.priority,
+            request.conversation,
+        )
+        for completion in completions:
+            completion.request.speculate = request.speculate
+            completion.request.cache_salt = request.salt
+            completion.request.adapter = request.adapter
+        _add_plain_tokens(scenario, request, completions, plain)
+        return completions
 
     @contextmanager
     def _watched_drafts(self, events: Counter[str]) -> Iterator[None]:
@@ -181,7 +196,7 @@ class ScenarioRunner:
 def _plain_answers(scenario: Scenario, request: ScenarioRequest, plain: PlainRuns) -> list[Answer]:
     """Return the plain outputs of a request."""
     params = scenario.plain_params(request)
-    return plain.of(request.adapter).answers(request.prompt, params)
+    return plain.of(request.adapter).answers(request.prompt, params, request.conversation)
 
 
 def _add_plain_tokens(
@@ -216,25 +231,31 @@ def oracle_texts(scenario: Scenario, plain: PlainRuns) -> list[list[int]]:
     ]
 
 
-def _apply_schedule(
-    engine: Engine,
-    completions: list[Completion],
-    request: ScenarioRequest,
-    step: int,
-    events: Counter[str],
-) -> None:
-    """Add, preempt or abort a request if its schedule says so for this step."""
-    if step == request.arrival:
-        for completion in completions:
-            engine.add(completion.request)
-    for completion in completions:
-        request_id = completion.request.id
-        if step in request.preempt and not completion.text.finished:
-            engine.scheduler.force_preempt(request_id)
-        in_host_memory = request_id in worker_of(engine).saved
-        if step == request.abort and engine.abort(request_id) is not None:
-            completion.aborted = True
-            events["completions aborted in host memory"] += in_host_memory
+def _prefix_events(
+    scenario: Scenario, progress: Progress, scheduler: CheckedScheduler
+) -> set[Event]:
+    """Return where the cached prefix of a request came from, as values of "prefix"."""
+    resumed = scheduler.resumptions.get(progress.id)
+    if resumed is None:
+        return set()
+    prompt = progress.request.prompt
+    events = set()
+    for prefix in scenario.warm_prefixes:
+        length = len(prefix.prompt)
+        if prefix.tokens > 1 and prompt[:length] == prefix.prompt:
+            # With recurrent state the generated pages must not be resumed.
+            shared = length // PAGE_SIZE * PAGE_SIZE
+            if resumed.tokens > shared or scheduler.cache.state is not None:
+                events.add(("prefix", "generated"))
+    if resumed.from_host:
+        events.add(("prefix", "in host memory"))
+    elif resumed.tokens:
+        events.add(("prefix", "on device"))
+    else:
+        events.add(("prefix", "new"))
+    if resumed.branch:
+        events.add(("prefix", "without a snapshot"))
+    return events
 
 
 def poison_memory(engine: Engine, seed: int) -> None:
@@ -245,10 +266,10 @@ def poison_memory(engine: Engine, seed: int) -> None:
     executor_of(engine).collective_rpc(partial(_poison, seed=seed))
 
 
-def _resize_host_memory(runner: Worker, host_pages: int) -> None:
+def _resize_host_memory(runner: Worker, host_pages: int, slab_bytes: int) -> None:
     """Replace the host memory of one rank's worker by one of this many pages."""
     plan = runner.plan
-    runner.transfers.host = memory.host_memory(host_pages, plan.page_bytes, plan.device)
+    runner.transfers.host = memory.host_memory(host_pages, plan.page_bytes, plan.device, slab_bytes)
 
 
 @torch.inference_mode()
@@ -264,10 +285,10 @@ def _poison(runner: Worker, seed: int) -> None:
             return torch.randn(tensor.shape, generator=generator)
         return torch.randint(1, 64, tensor.shape, generator=generator)
 
+    rows, units = rows_and_units(runner)
     # Row 0 is the null row, which padding reads and nothing writes.
-    for tensor in [*table.row_tensors(), table.state_slots]:
-        if tensor.numel():
-            tensor[1:] = random_values(tensor[1:]).to(tensor.device, tensor.dtype)
+    for tensor in rows:
+        tensor[1:] = random_values(tensor[1:]).to(tensor.device, tensor.dtype)
     table.page_table[1:] = 0
-    for tensor in (*runner.paged, *runner.state, *runner.transfers.host):
+    for tensor in (*units, *runner.transfers.host):
         tensor.copy_(random_values(tensor).to(tensor.device, tensor.dtype))

@@ -9,13 +9,17 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.check.drafters import NO_DRAFTER, hooks_of, speculative_config
+from lockstep.check.companions import AS_SERVED, NUMERICS
+from lockstep.check.drafters import ANSWERS_KEPT, NO_DRAFTER, hooks_of, speculative_config
+from lockstep.check.engines import Conversation
+from lockstep.check.judges.plain_runs import SERVED
+from lockstep.check.scenarios.invariants import ANOTHER_ROW, AT_ONCE, LATER
 from lockstep.errors import ConfigError, choice_error
 from lockstep.sampling_params import SamplingParams
 from lockstep.settings import why_unread
 from lockstep.worker.hooks import CheckHooks
 
-VERSION = 4
+VERSION = 5
 """Version of the file format; it changes with the fields of the classes below."""
 MAX_MODEL_LEN = 640
 """max_model_len of the engines that run scenarios."""
@@ -23,6 +27,23 @@ MAX_PAGES = 64
 MAX_SNAPSHOTS = 16
 MAX_HOST_PAGES = 16
 MAX_REQUESTS = 64
+NEVER = ""
+"""Phase of a request that is not preempted or aborted."""
+WAITING = "waiting"
+IN_PROMPT = "in the prompt"
+AFTER_PROMPT = "after the prompt"
+IN_ANSWER = "in the answer"
+IN_FLIGHT = "in flight"
+IN_HOST_MEMORY = "in host memory"
+"""Phases of a request. In flight: a step is launched whose results are not read."""
+PHASES = (WAITING, IN_PROMPT, AFTER_PROMPT, IN_ANSWER, IN_FLIGHT, IN_HOST_MEMORY)
+RETURNS = (AT_ONCE, ANOTHER_ROW, LATER)
+NO_FAILURE = "none"
+BEFORE_STEP = "before a step"
+AFTER_LAUNCH = "after a launch"
+AT_RESULTS = "at the results"
+"""Places where an engine raises once."""
+FAILURES = (NO_FAILURE, BEFORE_STEP, AFTER_LAUNCH, AT_RESULTS)
 MAX_BYTES = 1 << 24
 """Maximum size of a scenario file."""
 
@@ -33,8 +54,9 @@ class Kind:
 
     drafter: "none", a name in lockstep.spec.DRAFTERS, or oracle_drafter.NAME. drafts: drafts per
     step. changing: the number of drafts varies per step, from 0 to `drafts`. lookup: minimum n-gram
-    length. in_flight: steps launched ahead. graph: graph mode. adapters: whether the engine has the
-    LoRA adapters of the check.
+    length. kept: tokens of ended answers that the suffix drafter keeps. in_flight: steps launched
+    ahead. graph: graph mode. adapters: whether the engine has the LoRA adapters of the check.
+    model: the served model or the name of a companion. numerics: a key of NUMERICS.
     """
 
     drafter: str = NO_DRAFTER
@@ -45,10 +67,13 @@ class Kind:
     in_flight: int = 1
     graph: str = "none"
     adapters: bool = False
+    model: str = SERVED
+    numerics: str = AS_SERVED
+    kept: int = ANSWERS_KEPT
 
     def settings(self) -> dict[str, Any]:
         """Return the LLM arguments of an engine that fits every scenario of this kind."""
-        spec = speculative_config(self.drafter, self.drafts, self.changing, self.lookup)
+        spec = speculative_config(self.drafter, self.drafts, self.changing, self.lookup, self.kept)
         return {
             "speculative_config": spec,
             "max_model_len": MAX_MODEL_LEN,
@@ -71,7 +96,9 @@ class Limits:
 
     rows: max_num_seqs. chunk: max_num_batched_tokens. pages, snapshots: sizes of the cache. host:
     number of pages, and of snapshots, in the host tier. caching: whether the prefix cache is on.
-    preempt_every: see CheckHooks. policy: scheduling_policy. length: max_model_len.
+    preempt_every: see CheckHooks. policy: scheduling_policy. length: max_model_len. slab_pages:
+    host pages per allocation, 0 for one allocation. failure: place where the engine raises once.
+    failure_step: number of the step that raises.
     """
 
     rows: int = 6
@@ -83,28 +110,46 @@ class Limits:
     preempt_every: int = 0
     policy: str = "fcfs"
     length: int = MAX_MODEL_LEN
+    slab_pages: int = 0
+    failure: str = NO_FAILURE
+    failure_step: int = 0
+
+
+@dataclass(frozen=True)
+class WarmPrefix:
+    """Prompt that runs before the requests of a scenario. tokens: length of its answer."""
+
+    prompt: tuple[int, ...]
+    tokens: int = 1
+    salt: str = ""
+    adapter: str = ""
 
 
 @dataclass(frozen=True)
 class ScenarioRequest:
     """Request of a scenario.
 
-    params: fields of SamplingParams that differ from the defaults. arrival, abort, preempt: steps
-    at which it is added, aborted and preempted. speculate: whether it may use drafts. salt: its
-    cache_salt. adapter: name of its LoRA adapter, "" for the base model. forced: first tokens of
-    its plain output that are forced; the output must still be the plain one.
+    params: fields of SamplingParams that differ from the defaults. arrival: step at which it is
+    added. abort: phase in which it is aborted, NEVER for none. preempt: phases in which it is
+    preempted, in order. returns: how it returns then. again: a second request gets its id when it
+    has ended. speculate: whether it may use drafts. salt: its cache_salt. adapter: name of its LoRA
+    adapter, "" for the base model. forced: first tokens of its plain output that are forced; the
+    output must still be the plain one. conversation: the messages that `prompt` is rendered from.
     """
 
     prompt: tuple[int, ...]
     params: dict[str, Any] = field(default_factory=dict)
     arrival: int = 0
-    abort: int | None = None
-    preempt: tuple[int, ...] = ()
+    abort: str = NEVER
+    preempt: tuple[str, ...] = ()
     priority: int = 0
     speculate: bool = True
     salt: str = ""
     adapter: str = ""
     forced: int = 0
+    returns: str = AT_ONCE
+    again: bool = False
+    conversation: Conversation | None = None
 
     def sampling(self) -> SamplingParams:
         """Return the sampling parameters."""
@@ -123,7 +168,7 @@ class Scenario:
     kind: Kind
     limits: Limits
     requests: tuple[ScenarioRequest, ...]
-    warm_prefixes: tuple[tuple[int, ...], ...] = ()
+    warm_prefixes: tuple[WarmPrefix, ...] = ()
     poison_seed: int = 0
     draws: int = 0
 
@@ -157,7 +202,9 @@ class Scenario:
                 kind=Kind(**_as_tuples(data["kind"])),
                 limits=Limits(**data["limits"]),
                 requests=tuple(_request(r) for r in data["requests"]),
-                warm_prefixes=tuple(tuple(p) for p in data["warm_prefixes"]),
+                warm_prefixes=tuple(
+                    WarmPrefix(**_as_tuples(prefix)) for prefix in data["warm_prefixes"]
+                ),
                 poison_seed=int(data["poison_seed"]),
                 draws=int(data["draws"]),
             )
@@ -171,7 +218,8 @@ class Scenario:
     def check(self) -> None:
         """Raise ConfigError if an engine of its kind cannot run the scenario."""
         limits = self.limits
-        tokens = (*self.warm_prefixes, *(request.prompt for request in self.requests))
+        warm = (prefix.prompt for prefix in self.warm_prefixes)
+        tokens = (*warm, *(request.prompt for request in self.requests))
         for name, value, low, high in (
             ("requests", len(self.requests), 1, MAX_REQUESTS),
             ("warm_prefixes", len(self.warm_prefixes), 0, MAX_REQUESTS),
@@ -188,6 +236,17 @@ class Scenario:
             if not (isinstance(value, int) and low <= value <= high):
                 allowed = f"whole numbers from {low} to {high}"
                 raise choice_error(ConfigError, name, value, allowed, "Correct the scenario.")
+        phases = [phase for r in self.requests for phase in (*r.preempt, r.abort or WAITING)]
+        for name, chosen, known in (
+            ("failure", [limits.failure], FAILURES),
+            ("preempt or abort", phases, PHASES),
+            ("returns", [request.returns for request in self.requests], RETURNS),
+            ("numerics", [self.kind.numerics], tuple(NUMERICS)),
+        ):
+            for text in chosen:
+                if text not in known:
+                    allowed = ", ".join(known)
+                    raise choice_error(ConfigError, name, text, allowed, "Correct the scenario.")
 
 
 def _as_tuples(data: dict[str, Any]) -> dict[str, Any]:
@@ -202,7 +261,9 @@ def _request(data: dict[str, Any]) -> ScenarioRequest:
         raise ConfigError(f"params has {sorted(unknown)}; allowed: {', '.join(sorted(known))}.")
     if params.get("logit_bias"):
         params["logit_bias"] = {int(k): v for k, v in params["logit_bias"].items()}
-    return ScenarioRequest(**{**_as_tuples(data), "params": params})
+    talk = data.get("conversation")
+    conversation = None if talk is None else Conversation(**talk)
+    return ScenarioRequest(**{**_as_tuples(data), "params": params, "conversation": conversation})
 
 
 def read_scenario(path: Path) -> Scenario:

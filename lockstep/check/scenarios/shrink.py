@@ -45,7 +45,7 @@ def _simpler_engine(scenario: Scenario) -> Iterator[Scenario]:
     plain_limits = Limits()
     for name in (
         *("preempt_every", "host", "snapshots", "pages"),
-        *("chunk", "policy", "caching", "rows"),
+        *("chunk", "policy", "caching", "rows", "slab_pages", "failure", "failure_step"),
     ):
         default = getattr(plain_limits, name)
         if getattr(limits, name) != default and not (name == "rows" and kind.buckets[-1] < default):
@@ -56,7 +56,7 @@ def _simpler_engine(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, kind=replace(kind, changing=False))
     for drafts in (d for d in (1, 2, 3) if d < kind.drafts):
         yield replace(scenario, kind=replace(kind, drafts=drafts))
-    for name in ("in_flight", "graph", "lookup"):
+    for name in ("in_flight", "graph", "lookup", "numerics", "kept"):
         if getattr(kind, name) != getattr(plain_kind, name):
             yield replace(scenario, kind=replace(kind, **{name: getattr(plain_kind, name)}))
     if kind.buckets != plain_kind.buckets and limits.rows <= plain_kind.buckets[-1]:
@@ -71,7 +71,9 @@ def _simpler_request(request: ScenarioRequest) -> Iterator[ScenarioRequest]:
     plain = ScenarioRequest(())
     for name in (
         "abort",
+        "again",
         "preempt",
+        "returns",
         "arrival",
         "priority",
         "speculate",
@@ -94,6 +96,16 @@ def _simpler_request(request: ScenarioRequest) -> Iterator[ScenarioRequest]:
     for fewer in (max_tokens // 2, max_tokens - 1):
         if fewer >= max(1, request.params.get("min_tokens", 0)):
             yield replace(request, params={**request.params, "max_tokens": fewer})
+    yield from _shorter_prompts(request)
+
+
+def _shorter_prompts(request: ScenarioRequest) -> Iterator[ScenarioRequest]:
+    """Yield requests with a shorter prompt; first one whose prompt is not rendered."""
+    if request.conversation is not None:
+        # A budget needs the rendered prompt, which begins the thought.
+        if "thinking_token_budget" not in request.params:
+            yield replace(request, conversation=None)
+        return
     length = len(request.prompt)
     for shorter in (length // 2, length - 16, length - 1):
         if 1 <= shorter < length:

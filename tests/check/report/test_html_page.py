@@ -9,6 +9,9 @@ from lockstep.check.matrix.setups import PHASES, Setup
 from lockstep.check.report.coverage import Coverage
 from lockstep.check.report.html_page import MAX_FAILURES, page, write_page
 from lockstep.check.report.report import Failure, Report, Tally
+from lockstep.check.scenarios.covering import CoveringPlan
+from lockstep.check.scenarios.met_tuples import MetTuples
+from tests.check.scenarios.test_covering import small_table
 
 VOID = {"meta", "br"}
 
@@ -106,3 +109,17 @@ def test_it_is_written(tmp_path) -> None:
     path = tmp_path / "report.html"
     write_page(path, report(), ["lockstep"])
     assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_page_lists_the_combinations_of_features() -> None:
+    report = Report("quick")
+    plan = CoveringPlan(small_table(), 2, 0, 1, 2)
+    report.tuples = MetTuples(plan)
+    rows = plan.scenario(0).rows()
+    report.tuples.plan(rows)
+    report.tuples.add(dict(plan.values.names[n] for n in rows[0]))
+    text = page(report, ["lockstep", "check"])
+    assert f"{report.tuples.num_met:,} of {report.tuples.num_feasible:,} pairs" in text
+    assert "they do not fit: 1" in text and "not planned at this size" in text
+    tuples = report.to_json()["feature_tuples"]
+    assert 0 < tuples["met"] < tuples["of"] and tuples["unmet_values"]

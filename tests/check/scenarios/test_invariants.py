@@ -18,7 +18,15 @@ from lockstep.check.scenarios.invariants import (
     check_snapshots,
 )
 from lockstep.check.scenarios.runner import ScenarioRunner
-from lockstep.check.scenarios.scenario import Kind, Limits, Scenario, ScenarioRequest
+from lockstep.check.scenarios.scenario import (
+    IN_HOST_MEMORY,
+    NEVER,
+    Kind,
+    Limits,
+    Scenario,
+    ScenarioRequest,
+    WarmPrefix,
+)
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.grammar import FillMasks
 from lockstep.scheduling.request import Request
@@ -43,7 +51,7 @@ def play(model: str, plain: PlainRuns) -> Callable[[Scenario], None]:
     return lambda scenario: runner.play(scenario, plain) and None
 
 
-def preemption_scenario(arrival: int, abort: int | None = None) -> Scenario:
+def preemption_scenario(arrival: int, abort: str = NEVER) -> Scenario:
     """Return a scenario whose only row belongs to LATE until URGENT arrives."""
     limits = Limits(rows=1, policy="priority")
     requests = (replace(LATE, abort=abort), replace(URGENT, arrival=arrival))
@@ -69,7 +77,7 @@ def test_pages_of_a_preempted_row_do_not_go_to_another(
 def test_a_request_aborted_in_host_memory_frees_it(
     play: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    play(preemption_scenario(3, abort=4))
+    play(preemption_scenario(3, abort=IN_HOST_MEMORY))
     launch = Worker.launch
     saved: list[dict[str, Any]] = []
 
@@ -80,7 +88,7 @@ def test_a_request_aborted_in_host_memory_frees_it(
 
     monkeypatch.setattr(Worker, "launch", launch_without_drops)
     with pytest.raises(InvariantError, match="1 rows in host memory remain"):
-        play(preemption_scenario(3, abort=4))
+        play(preemption_scenario(3, abort=IN_HOST_MEMORY))
     saved[-1].clear()
 
 
@@ -94,7 +102,7 @@ def test_snapshot_in_use_is_not_reassigned(
         ScenarioRequest(prompt, {**GREEDY, "max_tokens": 2}) for prompt in (cached, other)
     )
     limits = Limits(rows=2, chunk=192, snapshots=0, caching=True)
-    scenario = Scenario(Kind(), limits, requests, warm_prefixes=(cached,))
+    scenario = Scenario(Kind(), limits, requests, warm_prefixes=(WarmPrefix(cached),))
     play(scenario)
 
     resume = StateGroup.resume

@@ -1,21 +1,20 @@
 """Scenarios are deterministic and plain data; a fault is found, shrunk, written and replayed."""
 
-import hashlib
 import json
 import random
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from lockstep import spec
-from lockstep.cache.cache import Cache
 from lockstep.check import (
     SIZES,
     Effort,
@@ -26,38 +25,37 @@ from lockstep.check import (
     run_replay,
 )
 from lockstep.check.engines import CheckEngine, build, build_plain
-from lockstep.check.judges.answers import Answer
 from lockstep.check.judges.plain_runs import PlainRuns
+from lockstep.check.random_adapters import RandomAdapters
+from lockstep.check.scenarios.driver import FAILED_STEPS, OTHER_ROWS, REUSED_IDS
 from lockstep.check.scenarios.examiner import Examiner
-from lockstep.check.scenarios.generator import (
-    AIM_PERIOD,
-    HOST_TIER_INDICES,
-    LENGTH_LIMIT_INDEX,
-    LONG_ANSWER_INDEX,
-    LONG_PROMPT_INDEX,
-    PREEMPTION_INDEX,
-    ScenarioGenerator,
-    kind_of,
-    kinds_of,
-)
-from lockstep.check.scenarios.invariants import InvariantError
+from lockstep.check.scenarios.generator import ScenarioGenerator
+from lockstep.check.scenarios.invariants import ANOTHER_ROW, LATER, InvariantError
+from lockstep.check.scenarios.inventory import rows_and_units
 from lockstep.check.scenarios.runner import ScenarioRunner
 from lockstep.check.scenarios.scenario import (
-    MAX_MODEL_LEN,
+    AFTER_LAUNCH,
+    AT_RESULTS,
+    BEFORE_STEP,
+    IN_ANSWER,
+    IN_FLIGHT,
+    IN_HOST_MEMORY,
+    IN_PROMPT,
+    WAITING,
     Kind,
     Limits,
     Scenario,
     ScenarioRequest,
+    WarmPrefix,
     write_scenario,
 )
 from lockstep.check.scenarios.shrink import minimise, smaller
 from lockstep.cli import app
 from lockstep.errors import ConfigError
-from lockstep.kernels.attention import KV_SPLIT
-from lockstep.outputs import RequestMetrics
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.scheduler import Scheduler
 from lockstep.step import PAGE_SIZE
+from lockstep.worker.executor import worker_of
 from tests.check.faulty import flip_last_logit_bit
 
 DRAFTERS = tuple(spec.DRAFTERS)
@@ -70,7 +68,7 @@ SCENARIO = Scenario(
             tuple(range(9)), {"max_tokens": 5, "seed": 2**40, "logit_bias": {3: 1.5}}, arrival=2
         ),
     ),
-    warm_prefixes=(tuple(range(5, 71)),),
+    warm_prefixes=(WarmPrefix(tuple(range(5, 71))),),
     poison_seed=3,
 )
 
@@ -82,7 +80,10 @@ def build_kind(model: str) -> Callable[[Kind], CheckEngine]:
 
 @pytest.fixture(scope="module")
 def plain(model: str) -> PlainRuns:
-    return PlainRuns(build_plain(model, {"load_format": "dummy"}))
+    settings = {"load_format": "dummy"}
+    engine = build_plain(model, settings)
+    adapters = RandomAdapters(worker_of(engine.engine).model)
+    return PlainRuns(engine, lambda: build_plain(model, {**settings, **adapters.settings()}))
 
 
 @pytest.fixture
@@ -101,11 +102,12 @@ def test_scenario_round_trips_through_json(tmp_path: Path, generator: ScenarioGe
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 99}, "version=99 of a scenario is not allowed; allowed: 4"),
+        ({"version": 99}, "version=99 of a scenario is not allowed; allowed: 5"),
         ({"kind": 5}, "the scenario is malformed"),
         ({"requests": [{"prompt": [1], "params": {"heat": 1}}]}, "params has .'heat'."),
         ({"requests": []}, "requests=0 is not allowed; allowed: whole numbers from 1 to 64"),
         ({"limits": {"pages": 65}}, "pages=65 is not allowed; allowed: whole numbers from 1 to 64"),
+        ({"limits": {"failure": "later"}}, "failure='later' is not allowed; allowed: none, before"),
         ({"limits": {"rows": 7}}, "rows=7 is not allowed; allowed: whole numbers from 1 to 6"),
     ],
 )
@@ -126,72 +128,12 @@ def test_same_seed_generates_same_scenarios(plain: PlainRuns, generator: Scenari
     assert other.scenario(0) != first[0]
 
 
-def test_periodic_scenarios_have_long_prompts_and_preemptions(
-    generator: ScenarioGenerator,
-) -> None:
-    for first in (0, AIM_PERIOD):
-        long = generator.scenario(first + LONG_PROMPT_INDEX)
-        preempting = generator.scenario(first + PREEMPTION_INDEX)
-        assert max(len(a.prompt) for a in long.requests) > 2 * KV_SPLIT
-        assert preempting.limits.rows == 2 and preempting.limits.policy == "priority"
-        urgent = min(a.priority for a in preempting.requests)
-        assert sum(a.priority == urgent for a in preempting.requests) > 5
-        late = [
-            a
-            for a in preempting.requests
-            if a.priority == max(b.priority for b in preempting.requests)
-        ]
-        assert len(late) == 2 and [a.abort is None for a in late] == [True, False]
-
-
-def test_periodic_scenarios_have_long_and_length_limited_outputs(
-    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine]
-) -> None:
-    """Long outputs exceed a page and the circular history buffers; others end at max_model_len."""
-    generator = ScenarioGenerator(plain, 1, ("ngram", "mtp"), ("none",))
-    long_output = generator.scenario(LONG_ANSWER_INDEX)
-    assert max(a.params["max_tokens"] for a in long_output.requests) > PAGE_SIZE
-    length_limited = generator.scenario(LENGTH_LIMIT_INDEX)
-    (last,) = (
-        a for a in length_limited.requests if len(a.prompt) + a.params["max_tokens"] > MAX_MODEL_LEN
-    )
-    assert length_limited.plain_params(last).max_tokens == MAX_MODEL_LEN - len(last.prompt)
-    answer = plain.answers(last.prompt, length_limited.plain_params(last))[0]
-    assert answer.ending == ("length", None)
-    kind = replace(length_limited.kind, drafter="oracle", drafts=15)
-    assert (
-        Examiner(plain, build_kind).examine(replace(length_limited, kind=kind)).difference is None
-    )
-
-
 def test_plain_run_has_the_scenarios_length_limit() -> None:
     request = ScenarioRequest(tuple(range(30)), {"max_tokens": 20, "min_tokens": 12})
     scenario = replace(SCENARIO, requests=(request,), limits=Limits(length=38))
     alone = scenario.plain_params(request)
     assert (alone.max_tokens, alone.min_tokens) == (8, 8)
     assert replace(scenario, limits=Limits()).plain_params(request) == request.sampling()
-
-
-def test_periodic_scenarios_load_prefixes_from_host_memory(
-    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine]
-) -> None:
-    generator = ScenarioGenerator(plain, 1, ("ngram", "mtp"), ("none",))
-    for index in HOST_TIER_INDICES:
-        scenario = generator.scenario(index)
-        assert generator.loads_from_host(index) and scenario.limits.host
-        assert {a.salt for a in scenario.requests} == {"", "of another"}
-        played = ScenarioRunner(build_kind(scenario.kind), scenario.kind).play(scenario, plain)
-        assert played.events["pages loaded from host memory"] > 0
-
-
-def test_kinds_cover_all_available_drafters() -> None:
-    groups = range(2 * len(kinds_of(DRAFTERS)))
-    kinds = [kind_of(0, group, DRAFTERS, ("full", "none")) for group in groups]
-    assert {k.drafter for k in kinds} == {"none", "oracle", *DRAFTERS}
-    assert {k.drafter for k in kinds if k.changing} == {"oracle", *DRAFTERS}
-    assert {k.graph for k in kinds} == {"full", "none"}
-    without = [kind_of(0, group, ("ngram",), ("none",)) for group in groups]
-    assert {k.drafter for k in without} == {"none", "oracle", "ngram"}
 
 
 @pytest.mark.slow
@@ -284,7 +226,7 @@ def test_shrinking_finds_the_smallest_scenario() -> None:
 
     rng = random.Random(0)
     penalised = ScenarioRequest(
-        tuple(range(100)), {"max_tokens": 9, "frequency_penalty": 2.0, "n": 3}, 4, 9
+        tuple(range(100)), {"max_tokens": 9, "frequency_penalty": 2.0, "n": 3}, 4, IN_ANSWER
     )
     other_requests = tuple(
         ScenarioRequest(tuple(rng.choices(range(50), k=70)), {"max_tokens": 5}) for _ in range(3)
@@ -297,7 +239,7 @@ def test_shrinking_finds_the_smallest_scenario() -> None:
         and not smallest.warm_prefixes
     )
     (request,) = smallest.requests
-    assert len(request.prompt) == 3 and request.arrival == 0 and request.abort is None
+    assert len(request.prompt) == 3 and request.arrival == 0 and not request.abort
     assert request.params == {"max_tokens": 1, "frequency_penalty": 2.0}
     assert minimise(scenario, differs, seconds=0.0) == scenario
 
@@ -359,18 +301,6 @@ def test_large_scenario_file_is_not_read(tmp_path: Path, monkeypatch: pytest.Mon
         read_scenario(path)
 
 
-@pytest.mark.slow
-def test_missing_event_is_a_failure(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine without prefix hits gives correct outputs and proves nothing."""
-    monkeypatch.setattr("lockstep.check.run.run_matrix", lambda *rest: None)
-    monkeypatch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
-    monkeypatch.setattr(Cache, "_hit", lambda self, seq: 0)
-    monkeypatch.setattr("lockstep.check.scenarios.examiner.NUM_EARLY_SCENARIOS", 4)
-    report = run_check("quick", model, effort=Effort(4), load_format="dummy")
-    missed = ["no scenario had cached tokens", "no scenario had pages loaded from host memory"]
-    assert [f.what for f in report.failures] == missed
-
-
 def test_plain_runs_are_cached_and_judged(
     plain: PlainRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,27 +317,82 @@ def test_plain_runs_are_cached_and_judged(
     assert fault is not None and "is not the one that the logits and parameters give" in fault.what
 
 
-DIGEST_OF_21_SEEDS = "ecb7b58f243a94e89a48422073edae1489af7374cb8eeaeacb44c399a30c5722"
-"""SHA-256 of the scenarios that seeds 0 to 20 generate over hashed outputs. It does not depend on
-the names of fields. A change means that `--seed N` no longer repeats a scenario of this release."""
+PHASED = ScenarioRequest(
+    tuple(range(3, 200)), {"max_tokens": 12, "temperature": 0.7, "seed": 5, "ignore_eos": True}
+)
+"""Request of several chunks and steps, which tests preempt and abort."""
+OTHER = ScenarioRequest(tuple(range(40, 90)), {"max_tokens": 14, "ignore_eos": True, "seed": 1})
 
 
-class HashedRuns(PlainRuns):
-    """Plain runs whose outputs are hashes of the request, the same on every machine."""
-
-    def answers(self, prompt: Sequence[int], params: SamplingParams) -> list[Answer]:
-        parts = (params.max_tokens, params.temperature, params.seed, params.bad_words_ids)
-        rng = random.Random(f"{list(prompt)} {parts}")
-        count = rng.randrange(1, (params.max_tokens or 16) + 1)
-        tokens = tuple(rng.choices(range(100), k=count))
-        text = "".join(rng.choices("abcdefgh ", k=2 * count))
-        return [Answer(tokens, (), RequestMetrics(), text=text)]
+def play(
+    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine], scenario: Scenario
+) -> tuple[Any, set[tuple[str, str]]]:
+    """Compare a scenario; return its counters and the events of its first request."""
+    examination = Examiner(plain, build_kind).examine(scenario)
+    assert examination.difference is None, examination.difference
+    return examination.events, examination.met[0]
 
 
-def test_seeds_generate_the_same_scenarios_in_every_version(plain: PlainRuns) -> None:
-    digest = hashlib.sha256()
-    for seed in range(21):
-        generator = ScenarioGenerator(HashedRuns(plain.engine), seed, ("ngram", "mtp"), ("none",))
-        for index in range(12):
-            digest.update(repr(astuple(generator.scenario(index))).encode())
-    assert digest.hexdigest() == DIGEST_OF_21_SEEDS
+@pytest.mark.parametrize("phase", [WAITING, IN_PROMPT, IN_ANSWER, IN_FLIGHT, IN_HOST_MEMORY])
+def test_request_is_aborted_in_every_phase_and_its_id_used_again(
+    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine], phase: str
+) -> None:
+    preempt = (IN_ANSWER,) if phase == IN_HOST_MEMORY else ()
+    request = replace(PHASED, abort=phase, again=True, preempt=preempt, returns=LATER)
+    kind = Kind("oracle", 3, in_flight=2 if phase == IN_FLIGHT else 1)
+    scenario = Scenario(kind, Limits(chunk=64), (request, OTHER))
+    events, met = play(plain, build_kind, scenario)
+    assert ("aborted", phase) in met and events[REUSED_IDS] == 1
+    assert events["completions aborted in host memory"] == (phase == IN_HOST_MEMORY)
+
+
+@pytest.mark.parametrize("phase", [IN_PROMPT, IN_ANSWER])
+@pytest.mark.parametrize("returns", [ANOTHER_ROW, LATER])
+def test_preempted_request_returns_under_another_row_or_later(
+    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine], phase: str, returns: str
+) -> None:
+    request = replace(PHASED, preempt=(phase,), returns=returns)
+    scenario = Scenario(Kind("oracle", 3), Limits(chunk=64), (request, OTHER))
+    events, met = play(plain, build_kind, scenario)
+    assert {("preempted", phase), ("return", returns)} <= met
+    assert returns != ANOTHER_ROW or events[OTHER_ROWS] == 1
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("place", [BEFORE_STEP, AFTER_LAUNCH, AT_RESULTS])
+def test_requests_go_on_after_a_step_that_raises(
+    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine], place: str, in_flight: int
+) -> None:
+    limits = Limits(chunk=64, failure=place, failure_step=5, host=2, caching=True)
+    requests = (replace(PHASED, preempt=(IN_ANSWER,)), OTHER)
+    scenario = Scenario(Kind("oracle", 3, in_flight=in_flight), limits, requests)
+    events, met = play(plain, build_kind, scenario)
+    assert events[FAILED_STEPS] == 1 and ("failure", place) in met
+
+
+def test_prefixes_come_from_host_memory_in_several_allocations(
+    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine]
+) -> None:
+    filler = WarmPrefix(tuple(t % 90 for t in range(7, 7 + 4 * PAGE_SIZE - 9)))
+    limits = Limits(pages=4, snapshots=1, host=16, slab_pages=3, caching=True)
+    warm = (WarmPrefix(PHASED.prompt), filler)
+    scenario = Scenario(Kind(), limits, (PHASED,), warm)
+    events, met = play(plain, build_kind, scenario)
+    assert ("prefix", "in host memory") in met and events["pages loaded from host memory"]
+
+
+def test_inventory_finds_every_tensor_of_rows_and_units(
+    build_kind: Callable[[Kind], CheckEngine],
+) -> None:
+    """The walk finds what the worker's own lists have, and needs none of them."""
+    worker = worker_of(build_kind(Kind("mtp", 3)).engine)
+    rows, units = rows_and_units(worker)
+    pointers = {tensor.data_ptr() for tensor in (*rows, *units)}
+    table = worker.table
+    own = (*table.row_tensors(), table.page_table, table.state_slots, *worker.paged, *worker.state)
+    assert {t.data_ptr() for t in own if t.numel()} <= pointers
+    weights = {parameter.data_ptr() for parameter in worker.model.parameters()}
+    assert not pointers & weights
+    worker.forgotten = torch.zeros(table.page_table.shape[0], 5)  # type: ignore[attr-defined]
+    found, _ = rows_and_units(worker)
+    assert any(tensor is worker.forgotten for tensor in found)

@@ -1,0 +1,139 @@
+"""Covering arrays have every pair, or triple, of feature values that no exclusion names."""
+
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+
+from lockstep.check.companions import ATTENTION, MIXTURE, NUMERICS
+from lockstep.check.judges.plain_runs import SERVED
+from lockstep.check.matrix.setups import SIZES
+from lockstep.check.scenarios.covering import CoveringPlan, count_tuples
+from lockstep.check.scenarios.features import (
+    EXCLUSIONS,
+    FEATURES,
+    Exclusion,
+    Feature,
+    FeatureTable,
+    Level,
+    feature_table,
+)
+from lockstep.check.scenarios.generator import met_values
+from lockstep.check.scenarios.met_tuples import MetTuples
+
+DRAFTERS = ("ngram", "suffix", "prediction", "mtp")
+COSTLY = [("model", SERVED)]
+
+
+def small_table() -> FeatureTable:
+    """Return six features, two per level, with one exclusion across levels."""
+    features = tuple(
+        Feature(f"{level.value} {index}", level, tuple("abc"[: 2 + index]), "", index == 0)
+        for level in Level
+        for index in range(2)
+    )
+    excluded = Exclusion(("engine 0", ("a",)), ("request 1", ("c",)), "they do not fit")
+    return FeatureTable(features, (excluded,))
+
+
+def default_table() -> FeatureTable:
+    """Return the features of the bundled model's check on a CPU."""
+    models = (SERVED, ATTENTION, MIXTURE)
+    return feature_table(models, NUMERICS, DRAFTERS, ("none",), True, True, True)
+
+
+@pytest.mark.parametrize("strength", [2, 3])
+def test_rows_have_every_tuple_that_is_not_excluded(strength: int) -> None:
+    table = small_table()
+    plan = CoveringPlan(table, strength, 0, 1, 2)
+    rows = [
+        dict(plan.values.names[n] for n in row)
+        for index in range(plan.num_scenarios)
+        for row in plan.scenario(index).rows()
+    ]
+    assert all(len(row) == len(table.features) for row in rows)
+    had = {tuple(sorted(t)) for row in rows for t in combinations(row.items(), strength)}
+    excluded = {("engine 0", "a"), ("request 1", "c")}
+    assert not any(excluded <= set(t) for t in had)
+    expected = set()
+    for features in combinations(table.features, strength):
+        for values in product(*(feature.values for feature in features)):
+            pairs = {(f.name, v) for f, v in zip(features, values, strict=True)}
+            if not excluded <= pairs:
+                expected.add(tuple(sorted(pairs)))
+    assert had == expected
+    assert count_tuples(plan.feasible) == len(expected)
+
+
+def test_same_seed_gives_the_same_rows() -> None:
+    first, again, other = (CoveringPlan(default_table(), 2, seed, 1, 4) for seed in (3, 3, 4))
+    rows = [[plan.scenario(index) for index in range(3)] for plan in (first, again, other)]
+    assert rows[0] == rows[1] != rows[2]
+
+
+@pytest.mark.slow
+def test_default_check_plans_every_pair() -> None:
+    size = SIZES["default"]
+    plan = CoveringPlan(default_table(), size.strength, 0, 1, size.requests, COSTLY)
+    assert plan.num_scenarios < 1.2 * size.scenarios
+    assert plan.impossible == [], [[plan.values.names[n] for n in t] for t in plan.impossible]
+    models = [dict(plan.values.names[n] for n in plan.scenario(i).engine)["model"]
+              for i in range(plan.num_scenarios)]  # fmt: skip
+    assert 0 < models.count(SERVED) < len(models) / 5
+
+
+def test_quick_check_plans_every_value() -> None:
+    size = SIZES["quick"]
+    plan = CoveringPlan(default_table(), size.strength, 0, 1, size.requests, COSTLY)
+    had = {n for i in range(size.scenarios) for row in plan.scenario(i).rows() for n in row}
+    missing = [name for n, name in enumerate(plan.values.names) if n not in had]
+    assert missing == []
+
+
+def test_a_model_alone_has_no_companions_and_fewer_values() -> None:
+    graphs = ("full", "none")
+    table = feature_table((SERVED,), ("as served",), ("ngram",), graphs, False, False, False)
+    values = {feature.name: feature.values for feature in table.features}
+    assert values["model"] == (SERVED,) and values["snapshots"] == ("no state",)
+    assert values["prompt"] == ("ids",) and values["graph"] == ("full", "none")
+    plan = CoveringPlan(table, 2, 0, 2, 5)
+    assert plan.num_scenarios % 2 == 0 and plan.impossible == []
+
+
+def test_every_exclusion_names_features_and_values_that_exist() -> None:
+    known = {feature.name: set(feature.values) for feature in FEATURES} | {"drafter": set(DRAFTERS)}
+    for exclusion in EXCLUSIONS:
+        assert exclusion.reason
+        for name, values in (exclusion.first, exclusion.second):
+            assert set(values) <= known[name] | {"none"}, (name, values)
+
+
+def test_planned_tuples_that_do_not_occur_are_planned_again() -> None:
+    plan = CoveringPlan(small_table(), 2, 0, 1, 2)
+    met = MetTuples(plan)
+    total = plan.num_scenarios
+    for index in range(total):
+        met.plan(plan.scenario(index).rows())
+        for row in plan.scenario(index).rows():
+            values = dict(plan.values.names[n] for n in row)
+            if values["request 0"] == "a":
+                # This value never occurs.
+                del values["request 0"]
+            met.add(values)
+    lost = plan.values.number["request 0", "a"]
+    assert met.unmet_values() == ["request 0: a"]
+    assert set(np.argwhere(met.missed)[:, 0]) >= {lost} and met.num_met < met.num_feasible
+    assert all("request 0 a" in line and "did not occur" in line for line in met.unmet())
+    assert met.excluded() == {"they do not fit": 1}
+    plan.plan_again(met.missed)
+    again = plan.scenario(total)
+    assert any(lost in row for row in again.rows())
+    assert met.to_json()["of"] == met.num_feasible and f"{met.num_met:,} of" in met.summary()
+
+
+def test_values_that_depend_on_the_run_need_an_event() -> None:
+    values = {"prefix": "on device", "preempted": "never", "return": "later", "top_k": "40"}
+    assert met_values(values, set()) == {"preempted": "never", "top_k": "40"}
+    events = {("prefix", "on device"), ("return", "later")}
+    assert met_values(values, events) == values
+    assert met_values({"prefix": "new"}, {("prefix", "on device")}) == {}
