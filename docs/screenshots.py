@@ -1,4 +1,6 @@
-"""Draws docs/images/playground-*.png: the playground with the bundled model, compared with itself.
+"""Draw docs/images/playground-*.png and probe.png: the playground and a probe's report.
+
+Both show a server with the bundled model: compared with itself, and probed.
 
 Needs chromium and playwright, and a checkout: python docs/screenshots.py [FOLDER of the images]
 """
@@ -10,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from playwright.sync_api import Browser, sync_playwright
 
@@ -46,12 +49,31 @@ def draw(browser: Browser, url: str, scheme: str, path: Path) -> None:
     page.close()
 
 
+def write_report(url: str, path: Path) -> None:
+    """Probe the server with short sections and write the HTML report."""
+    sections = "protocol,logprobs,determinism,stop,sampling,json,tools,speed"
+    words = ("--url", url, "--sections", sections, "--seconds", "1800", "--report", str(path))
+    done = subprocess.run([sys.executable, "-m", "lockstep.probe", *words])
+    assert done.returncode in (0, 1), "the server could not be probed"
+
+
+def draw_report(browser: Browser, report: Path, path: Path) -> None:
+    """Draw the first screen of a report."""
+    page = browser.new_page(viewport=SIZE)
+    page.goto(report.absolute().as_uri())
+    page.screenshot(path=path)
+    page.close()
+
+
 def main() -> None:
-    """Draws both."""
+    """Draw the pictures, the playground in light and dark."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else IMAGES
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    with served() as url, sync_playwright() as playwright:
+    with TemporaryDirectory() as reports, served() as url, sync_playwright() as playwright:
+        report = Path(reports) / "probe.html"
+        write_report(url, report)
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        draw_report(browser, report, folder / "probe.png")
         for scheme in ("light", "dark"):
             draw(browser, url, scheme, folder / f"playground-{scheme}.png")
 

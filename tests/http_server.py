@@ -14,10 +14,16 @@ class QuietHandler(BaseHTTPRequestHandler):
         """Write nothing."""
 
 
+class Server(ThreadingHTTPServer):
+    """Server whose queue of connections holds those of many clients at once."""
+
+    request_queue_size = 128
+
+
 @contextmanager
 def http_server(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     """Serve on a free port of the loopback interface, and yield the URL."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = Server(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:

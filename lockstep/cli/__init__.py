@@ -18,6 +18,7 @@ from lockstep.cli.serve import serve
 from lockstep.cli.top import top
 from lockstep.cli.vllm.command import FlagCommand, epilog
 from lockstep.cli.vllm.page import vllm_flags
+from lockstep.probe.command import probe
 
 app = typer.Typer(
     name="lockstep",
@@ -59,6 +60,7 @@ for command in (serve, generate, chat, explain):
 app.command(cls=PlainCommand)(pull)
 app.command("list", cls=PlainCommand)(list_models)
 app.command(cls=PlainCommand)(top)
+app.command(cls=PlainCommand)(probe)
 app.add_typer(check, name="check")
 app.add_typer(bench, name="bench")
 app.command(cls=PlainCommand)(configuration)
