@@ -14,13 +14,14 @@ from lockstep.cli.replicas import has_replicas, load_replicas, replica_range
 from lockstep.cli.show import load, note, show_start
 from lockstep.errors import ConfigError, brief, choice_error
 from lockstep.progress import progress_bar
-from lockstep.serve.settings import ServerSettings
+from lockstep.serve.settings import RESUME_SECONDS, ServerSettings
 from lockstep.settings import read_named, why_unread
 
 if TYPE_CHECKING:
     from lockstep.engine.async_engine import Transport
     from lockstep.serve.app import CrossOrigin
     from lockstep.serve.http.access import AccessRules
+    from lockstep.serve.journal.journal import Journal
     from lockstep.serve.server import Address, Options
     from lockstep.serve.telemetry.traces import SpanRecorder
     from lockstep.text.processor import Processor
@@ -68,6 +69,7 @@ def serve(
             max_seconds=server.request_timeout,
             max_step_seconds=server.step_timeout,
             max_logprobs=server.max_logprobs,
+            resume_seconds=_resume_seconds(server),
         ),
         docs=not server.no_docs,
         playground=not server.no_playground,
@@ -87,8 +89,31 @@ def serve(
     model_names = server.served_model_name or (settings["model"] or "lockstep",)
     check_adapter_names(settings["lora_modules"] or (), model_names)
     address = Address(server.host, server.port, server.uds)
-    with _span_recorder(server.otlp_traces_endpoint) as traces:
-        _run(settings | text, address, options, model_names, server, traces)
+    with (
+        _span_recorder(server.otlp_traces_endpoint) as traces,
+        _journal(server.journal, server.journal_size) as journal,
+    ):
+        _run(settings | text, address, options, model_names, server, traces, journal)
+
+
+def _resume_seconds(server: ServerSettings) -> float:
+    """Return the time that a stream has without its client."""
+    if server.resume_timeout is not None:
+        return server.resume_timeout
+    return RESUME_SECONDS if server.journal is not None else 0.0
+
+
+@contextlib.contextmanager
+def _journal(path: str | None, mebibytes: float) -> "Iterator[Journal | None]":
+    """Yield the journal of a file; None without one. Raises ConfigError."""
+    if path is None:
+        yield None
+        return
+    from lockstep.serve.journal.journal import Journal
+
+    # The file is opened before the model is loaded, since loading takes long.
+    with contextlib.closing(Journal(path, int(mebibytes * (1 << 20)))) as journal:
+        yield journal
 
 
 def check_adapter_names(adapters: Iterable[str], model_names: tuple[str, ...]) -> None:
@@ -119,6 +144,7 @@ def _run(
     model_names: tuple[str, ...],
     server: ServerSettings,
     traces: "SpanRecorder | None",
+    journal: "Journal | None",
 ) -> None:
     """Load the model and serve it. Addresses are bound first, since loading takes long."""
     from lockstep.cache.events_config import read_kv_events
@@ -154,12 +180,14 @@ def _run(
     transport, processor, facts, rates = loaded
     most_replicas = replica_range(server)[1]
     limits = replace(options.limits, max_running=facts.plan.max_num_seqs * most_replicas)
-    options = replace(options, limits=limits, replacements=facts.replacements)
+    options = replace(options, limits=limits, replacements=facts.replacements, journal=journal)
     if publisher is not None:
         publisher.start(BlockFormat.of(facts.plan))
     client = AsyncEngine(transport, publisher=publisher)
     client.start()
     try:
+        if journal is not None:
+            journal.start(_identity(facts, settings))
         run(
             client,
             processor,
@@ -179,6 +207,15 @@ def _run(
         client.shutdown()
         # The server has stopped: another Ctrl-C must not show a traceback of the exit.
         end_at_next_interrupt()
+
+
+def _identity(facts: "Facts", settings: dict[str, Any]) -> dict[str, str]:
+    """Return what the answers of this server depend on, for its journal."""
+    from lockstep.engine_args import EngineArgs
+    from lockstep.serve.journal.identity import identity
+
+    _, text = EngineArgs(**settings).read()
+    return identity(facts, text)
 
 
 def _run_node(settings: dict[str, Any], headless: bool) -> None:

@@ -11,6 +11,8 @@ class ReceivedAnswer:
     """Part of an answer that its client has received: where the engine is lost, another one goes on
     from there.
 
+    The request may have tokens of an earlier process already (Request.num_resumed).
+
     metrics: those of the latest update. has_begun: the present engine works on the request.
     failures: engines that were lost while they worked on it, since its latest token.
     """
@@ -20,7 +22,7 @@ class ReceivedAnswer:
         self.has_begun = False
         self.failures = 0
         self._request = request
-        self._token_ids: list[int] = []
+        self._token_ids = list(request.forced_token_ids[: request.num_resumed])
 
     def add(self, update: TokenUpdate) -> None:
         """Append the tokens of an update."""

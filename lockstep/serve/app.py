@@ -3,9 +3,10 @@
 import asyncio
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -26,6 +27,7 @@ from lockstep.serve.http.event_stream import (
 )
 from lockstep.serve.http.json_body import BodyReader, BodyRoute
 from lockstep.serve.http.openapi import (
+    RouteResponses,
     json_responses,
     one_of,
     openapi_document,
@@ -52,6 +54,7 @@ from lockstep.serve.openai.responses.writer import RefusedResponse, ResponsesWri
 from lockstep.serve.openai.schema import DetokenizeResponse, ModelObject, TokenizeResponse
 from lockstep.serve.playground import add_playground
 from lockstep.serve.requests.response_writer import ResponseWriter
+from lockstep.serve.requests.resumable_streams import check_certain, event_begin, parse_event_id
 from lockstep.serve.requests.service import Service
 from lockstep.serve.telemetry.metrics import Metrics
 
@@ -63,6 +66,10 @@ RESPONSE_TYPES: tuple[type, ...] = (
     *anthropic_schema.RESPONSE_TYPES,
 )
 """Types of all responses and events, which /openapi.json describes."""
+StartingAfter = Annotated[int | None, Query(ge=0, lt=2**31)]
+"""Number of the last event that a client has."""
+LastEventId = Annotated[str | None, Header()]
+"""SSE id of the last event that a client has."""
 SMALL_BODY_BYTES = 1024
 """Maximum size of a body that is parsed in the event loop. That takes 0.1 to 0.4 ms. A thread would
 wait for a core, and for the interpreter as long as deltas of other responses arrive."""
@@ -137,14 +144,71 @@ def create_app(
 
 def _add_completions(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", responses=CHAT_RESPONSES)
-    async def chat(body: ChatRequest, request: Request) -> Response:
+    async def chat(
+        body: ChatRequest, request: Request, last_event_id: LastEventId = None
+    ) -> Response:
+        if body.stream and last_event_id is not None:
+            return await _rest_of_stream(service, ChatWriter.KIND, last_event_id)
         writer = await ChatWriter.start(service, body, await _is_small(request))
         return await _respond(writer, body.stream, request)
 
     @app.post("/v1/completions", responses=COMPLETION_RESPONSES)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
+    async def completions(
+        body: CompletionRequest, request: Request, last_event_id: LastEventId = None
+    ) -> Response:
+        if body.stream and last_event_id is not None:
+            return await _rest_of_stream(service, CompletionWriter.KIND, last_event_id)
         writer = await CompletionWriter.start(service, body, await _is_small(request))
         return await _respond(writer, body.stream, request)
+
+    service.streams.restorers |= {
+        ChatWriter.KIND: partial(ChatWriter.restore, service),
+        CompletionWriter.KIND: partial(CompletionWriter.restore, service),
+    }
+    chat_answer = json_responses(
+        openai_schema.ChatCompletion, events=(openai_schema.ChatChunk, Error)
+    )
+    answer = json_responses(openai_schema.Completion, events=(openai_schema.CompletionChunk, Error))
+    deleted = json_responses(openai_schema.DeletedAnswer)
+    _add_answers(app, service, "/v1/chat/completions", ChatWriter.KIND, chat_answer, deleted)
+    _add_answers(app, service, "/v1/completions", CompletionWriter.KIND, answer, deleted)
+
+
+def _add_answers(
+    app: FastAPI,
+    service: Service,
+    path: str,
+    kind: str,
+    responses: RouteResponses,
+    deleted: RouteResponses,
+) -> None:
+    """Add the routes that read an answer again, or the rest of it, and that end it."""
+
+    @app.get(f"{path}/{{answer_id}}", responses=responses, operation_id=f"read_{kind}")
+    async def read(
+        answer_id: str,
+        stream: bool = False,
+        starting_after: StartingAfter = None,
+        last_event_id: LastEventId = None,
+    ) -> Response:
+        if not stream and starting_after is None and last_event_id is None:
+            return JSONResponse(await service.streams.whole(kind, answer_id))
+        return await service.streams.resume(kind, answer_id, starting_after, last_event_id)
+
+    @app.delete(
+        f"{path}/{{answer_id}}",
+        responses=deleted,
+        operation_id=f"delete_{kind}",
+    )
+    async def delete(answer_id: str) -> JSONResponse:
+        await service.streams.delete(kind, answer_id)
+        return JSONResponse({"id": answer_id, "deleted": True})
+
+
+async def _rest_of_stream(service: Service, kind: str, last_event_id: str) -> Response:
+    """Return the events after the one that a client had last when its connection broke."""
+    answer_id, _ = parse_event_id(last_event_id)
+    return await service.streams.resume(kind, answer_id, None, last_event_id)
 
 
 def _add_render(app: FastAPI, service: Service) -> None:
@@ -225,25 +289,37 @@ def _add_responses(app: FastAPI, service: Service) -> None:
         writer = await ResponsesWriter.start(registry, body, is_small)
         if isinstance(writer, RefusedResponse):
             return EventStream.from_source(writer)
+        raw_body = await request.body()
         if body.background:
-            return _respond_in_background(registry, writer)
-        return await _respond(writer, body.stream, request)
+            return _respond_in_background(service, writer, raw_body)
+        if body.store and not body.stream:
+            service.streams.save(writer, raw_body, writer.saved_conversation())
+        return await _respond(writer, body.stream, request, writer.saved_conversation())
+
+    service.streams.restorers[ResponsesWriter.KIND] = partial(ResponsesWriter.restore, registry)
 
     @app.get("/v1/responses/{response_id}", responses=one_response)
     async def retrieve(
         response_id: str,
         stream: bool = False,
-        starting_after: Annotated[int | None, Query(ge=0, lt=2**31)] = None,
+        starting_after: StartingAfter = None,
+        last_event_id: LastEventId = None,
     ) -> Response:
         if stream:
-            begin = 0 if starting_after is None else starting_after + 1
-            events = registry.event_log(response_id).read(begin)
-            return EventStream(events, named_events=True)
+            begin = event_begin(response_id, starting_after, last_event_id)
+            return await _response_events(registry, response_id, begin)
         if starting_after is not None:
             raise RequestError(
                 "starting_after needs stream=true; set it, or leave this out.", "starting_after"
             )
+        await registry.load(response_id)
         return JSONResponse(registry.response(response_id))
+
+    _add_stored_responses(app, registry)
+
+
+def _add_stored_responses(app: FastAPI, registry: ResponseRegistry) -> None:
+    """Add the routes that show the input of a response, cancel it and delete it."""
 
     @app.get(
         "/v1/responses/{response_id}/input_items",
@@ -255,11 +331,16 @@ def _add_responses(app: FastAPI, service: Service) -> None:
         limit: Annotated[int, Query(ge=1, le=MAX_ITEMS)] = DEFAULT_ITEMS,
         order: Order = "desc",
     ) -> JSONResponse:
+        await registry.load(response_id)
         items = registry.input_items(response_id)
         return JSONResponse(item_page(response_id, items, after, limit, order))
 
-    @app.post("/v1/responses/{response_id}/cancel", responses=one_response)
+    @app.post(
+        "/v1/responses/{response_id}/cancel",
+        responses=json_responses(responses_schema.ResponseObject),
+    )
     async def cancel(response_id: str) -> JSONResponse:
+        await registry.load(response_id)
         return JSONResponse(registry.cancel(response_id))
 
     @app.delete(
@@ -267,7 +348,18 @@ def _add_responses(app: FastAPI, service: Service) -> None:
         responses=json_responses(responses_schema.DeletedResponse),
     )
     async def delete(response_id: str) -> JSONResponse:
+        await registry.load(response_id)
         return JSONResponse(registry.delete(response_id))
+
+
+async def _response_events(registry: ResponseRegistry, response_id: str, begin: int) -> EventStream:
+    """Return the events of a recorded response from this number on. Raises RequestError."""
+    live = await registry.service.streams.find(ResponsesWriter.KIND, response_id)
+    event_log = registry.event_log(response_id) if live is None else live.event_log
+    await check_certain(event_log, begin)
+    if live is not None:
+        return live.response(begin)
+    return EventStream(event_log.read(begin), named_events=True)
 
 
 def _add_messages(app: FastAPI, service: Service) -> None:
@@ -280,7 +372,11 @@ def _add_messages(app: FastAPI, service: Service) -> None:
             error=MessagesError,
         ),
     )
-    async def messages(body: MessagesRequest, request: Request) -> Response:
+    async def messages(
+        body: MessagesRequest, request: Request, last_event_id: LastEventId = None
+    ) -> Response:
+        if body.stream and last_event_id is not None:
+            return await _rest_of_stream(service, MessagesWriter.KIND, last_event_id)
         writer = await MessagesWriter.start(service, body, await _is_small(request))
         return await _respond(writer, body.stream, request)
 
@@ -291,6 +387,16 @@ def _add_messages(app: FastAPI, service: Service) -> None:
     async def count(body: CountRequest) -> JSONResponse:
         token_count = await count_tokens(service, body)
         return JSONResponse(token_count, headers=ignored_fields_header(body.ignored_fields()))
+
+    service.streams.restorers[MessagesWriter.KIND] = partial(MessagesWriter.restore, service)
+    answer = json_responses(
+        anthropic_schema.MessageObject,
+        events=anthropic_schema.EVENTS,
+        named_events=True,
+        error=MessagesError,
+    )
+    deleted = json_responses(openai_schema.DeletedAnswer, error=MessagesError)
+    _add_answers(app, service, "/v1/messages", MessagesWriter.KIND, answer, deleted)
 
 
 def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
@@ -395,13 +501,20 @@ async def _is_small(request: Request) -> bool:
     return len(await request.body()) <= SMALL_BODY_BYTES
 
 
-async def _respond(writer: ResponseWriter, stream: bool, request: Request) -> Response:
-    """Return a response as events or as one object."""
+async def _respond(
+    writer: ResponseWriter, stream: bool, request: Request, conversation: Any = None
+) -> Response:
+    """Return a response as events or as one object. conversation: see SavedRequest."""
+    streams = writer.active.service.streams
+    if stream and streams.are_kept:
+        return streams.respond(writer, await request.body(), conversation)
     if stream:
         return EventStream.from_source(writer)
     try:
         response = await unless_disconnected(writer.response(), request.receive)
     finally:
+        # No client knows the id of a response that it did not get.
+        writer.active.drop_record()
         writer.close()
     if response is None:
         # nginx's status for a client that closed the connection; no client reads it.
@@ -409,10 +522,10 @@ async def _respond(writer: ResponseWriter, stream: bool, request: Request) -> Re
     return JSONResponse(response, headers=ignored_fields_header(writer.ignored_fields))
 
 
-def _respond_in_background(registry: ResponseRegistry, writer: ResponsesWriter) -> Response:
+def _respond_in_background(service: Service, writer: ResponsesWriter, body: bytes) -> Response:
     """Generate a response whether or not its client waits for it."""
-    event_log = registry.run_in_background(writer)
+    stream = service.streams.start(writer, body, writer.saved_conversation(), background=True)
     headers = ignored_fields_header(writer.ignored_fields)
     if writer.body.stream:
-        return EventStream(event_log.read(0), named_events=True, headers=headers)
+        return stream.response(0, headers)
     return JSONResponse(writer.response_object(), headers=headers)

@@ -26,6 +26,7 @@ from lockstep.kernels.selection import Replacement
 from lockstep.serve.app import CrossOrigin, create_app
 from lockstep.serve.http.access import AccessRules
 from lockstep.serve.http.connections import MAX_DROPPED_BYTES, BoundedProtocol
+from lockstep.serve.journal.journal import Journal
 from lockstep.serve.requests.engine_client import EngineClient
 from lockstep.serve.requests.service import Limits, Service
 from lockstep.serve.telemetry.logs import LogFormat, configure_logs, log_request
@@ -144,6 +145,7 @@ class Options:
     log_requests: log a line for every request.
     log_stats: log a line of throughput every STATS_SECONDS while there is work.
     replacements: of sick kernel backends, for /metrics.
+    journal: started journal of the answers; the caller closes it.
     """
 
     rules: AccessRules = field(default_factory=AccessRules)
@@ -163,6 +165,7 @@ class Options:
     log_requests: bool = False
     log_stats: bool = True
     replacements: tuple[Replacement, ...] = ()
+    journal: Journal | None = None
 
 
 class _Server(uvicorn.Server):
@@ -210,6 +213,8 @@ class _Server(uvicorn.Server):
         # The engine may have ended before on_end was set.
         if not client.is_alive:
             self.fail("it ended while the server started")
+        # Begins before any request, so that clients that come back wait for it.
+        restoring = asyncio.create_task(self.service.streams.restore())
         serving = asyncio.create_task(self.serve(sockets=[listener]))
         throughput = asyncio.create_task(self._log_throughput()) if self.log_stats else None
         while not (self.started or serving.done()):
@@ -217,6 +222,7 @@ class _Server(uvicorn.Server):
         if self.started:
             on_start()
         await serving
+        restoring.cancel()
         if throughput is not None:
             throughput.cancel()
 
@@ -341,6 +347,7 @@ def serve(
         on_record,
         adapters,
         drafts_predictions,
+        options.journal,
     )
     app = create_app(
         service,

@@ -12,6 +12,9 @@ from lockstep.settings import LIST_TO_TUPLE, Settings, setting, size_in
 # Limits that catch typing errors: a day, a GiB, and more than any machine can serve.
 MAX_SECONDS = 86_400.0
 MAX_MEBIBYTES = 1024.0
+MAX_JOURNAL_MEBIBYTES = float(1 << 20)
+RESUME_SECONDS = 60.0
+"""Default time that a stream has without its client, with a journal."""
 MAX_QUEUED = 1_000_000
 MAX_CONNECTIONS = 65_536
 MAX_REPLICAS = 1024
@@ -145,6 +148,27 @@ class ServerSettings(Settings):
         False,
         "let requests go to replicas with other numerics than the server's, also in the middle of "
         "an answer; then equal requests may get different answers",
+    )
+    journal: str | None = setting(
+        None,
+        "file in which open answers outlive the server's process, and complete ones while there is "
+        "space; it has prompts and answers, for its owner only",
+    )
+    journal_size: Annotated[float, Field(ge=1.0, le=MAX_JOURNAL_MEBIBYTES), size_in(1 << 20)] = (
+        setting(
+            256.0,
+            "size of the journal, in MiB, or a size such as 2G",
+            allowed=f"numbers from 1 to {MAX_JOURNAL_MEBIBYTES:g}, in MiB, or sizes with their "
+            "unit, such as 512M or 2G",
+            remedy="Set --journal-size to an allowed value.",
+            is_size=True,
+        )
+    )
+    resume_timeout: Annotated[float, Field(ge=0.0, le=MAX_SECONDS)] | None = setting(
+        None,
+        "seconds for which a stream goes on without its client, which may get the rest; 60 with "
+        "--journal, otherwise 0 by default",
+        remedy="Set --resume-timeout to an allowed value.",
     )
     disable_frontend_multiprocessing: bool = setting(
         False, "run the engine in a thread of the server's process"

@@ -74,7 +74,10 @@ class FakeClient:
         check_ids(request, VOCABULARY)
         script = self.answer(request)
         request.metrics.num_cached_tokens = 2
-        first = True
+        # The client has these tokens from an earlier run.
+        received = script[: request.num_resumed]
+        request.append(received, [_scores(token) for token in received])
+        first = not received
         while request.finish_reason is None:
             await asyncio.sleep(0)
             if self.error is not None:

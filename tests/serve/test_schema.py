@@ -49,6 +49,12 @@ def api(processor: Processor) -> schemathesis.BaseSchema:
 OPERATIONS = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
+    ("GET", "/v1/chat/completions/{answer_id}"),
+    ("DELETE", "/v1/chat/completions/{answer_id}"),
+    ("GET", "/v1/completions/{answer_id}"),
+    ("DELETE", "/v1/completions/{answer_id}"),
+    ("GET", "/v1/messages/{answer_id}"),
+    ("DELETE", "/v1/messages/{answer_id}"),
     ("POST", "/v1/chat/completions/render"),
     ("POST", "/v1/completions/render"),
     ("POST", "/invocations"),

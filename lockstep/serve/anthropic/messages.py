@@ -23,6 +23,7 @@ from lockstep.serve.anthropic.schema import (
     TokenCount,
 )
 from lockstep.serve.http.errors import MessagesError, messages_error, status_and_body
+from lockstep.serve.journal.saved_answer import SavedAnswer
 from lockstep.serve.openai.conversation import naming_late_system_message
 from lockstep.serve.requests.active_request import ActiveRequest, OutputDelta, Usage
 from lockstep.serve.requests.body_models import renamed_fields
@@ -50,6 +51,7 @@ class MessagesWriter(ResponseWriter):
     """Writer of a message."""
 
     NAMED_EVENTS = True
+    KIND = "messages"
 
     def __init__(
         self,
@@ -70,6 +72,14 @@ class MessagesWriter(ResponseWriter):
         chat = body.chat()
         with renamed_fields(SENT_NAMES), naming_late_system_message("messages", body.roles):
             active = await service.submit(chat, ID_PREFIX, is_small)
+        return cls(active, body, chat.include_reasoning, chat.parallel_tool_calls)
+
+    @classmethod
+    async def restore(cls, service: Service, saved: SavedAnswer) -> Self:
+        """Return the writer of an answer of an earlier process. Raises RequestError."""
+        body = MessagesRequest.model_validate(saved.request.json())
+        chat = body.chat()
+        active = await service.resume(chat, ID_PREFIX, saved)
         return cls(active, body, chat.include_reasoning, chat.parallel_tool_calls)
 
     async def response(self) -> MessageObject:

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import hmac
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -16,7 +16,7 @@ from lockstep.serve.http.errors import (
     error_response,
     route_path,
 )
-from lockstep.serve.http.request_context import Header
+from lockstep.serve.http.request_context import REQUEST_CONTEXT, Header
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 OPEN_PATHS = (
@@ -95,13 +95,17 @@ class AccessMiddleware:
             shown = b", ".join(_values(headers, b"host")).decode("latin-1")[:MAX_SHOWN_CHARACTERS]
             return refuse(400, f"Host {shown!r} is not served here; name it with --allowed-hosts.")
         is_open = not self._key_digests or route_path(scope) in OPEN_PATHS
-        if not is_open and not self._has_valid_key(headers):
+        owner = self._owner(headers) if self._key_digests else ""
+        if not is_open and owner is None:
             message = (
                 "the API key is missing or wrong; send Authorization: Bearer KEY, or x-api-key."
             )
             refusal = refuse(401, message, "invalid_api_key")
             refusal.headers["WWW-Authenticate"] = "Bearer"
             return refusal
+        context = REQUEST_CONTEXT.get()
+        if owner and context is not None:
+            REQUEST_CONTEXT.set(replace(context, owner=owner))
         return None
 
     def _is_allowed_host(self, headers: Iterable[Header]) -> bool:
@@ -111,8 +115,11 @@ class AccessMiddleware:
         hosts = _values(headers, b"host")
         return len(hosts) == 1 and _without_port(hosts[0].decode("latin-1")) in self._hosts
 
-    def _has_valid_key(self, headers: Iterable[Header]) -> bool:
-        """Compare with every key, in a time that does not depend on where they differ."""
+    def _owner(self, headers: Iterable[Header]) -> str | None:
+        """Return the digest of the valid key that was sent; None where none was.
+
+        Compares with every key, in a time that does not depend on where they differ.
+        """
         authorization = _values(headers, b"authorization")
         value = authorization[0] if len(authorization) == 1 else b""
         scheme, _, key = value.partition(b" ")
@@ -121,8 +128,8 @@ class AccessMiddleware:
         keys += api_keys if len(api_keys) == 1 else []
         digests = [_digest(key.decode("latin-1")) for key in keys]
         # A list, not a generator: any() must not stop at the first match.
-        matches = [hmac.compare_digest(a, b) for a in digests for b in self._key_digests]
-        return any(matches)
+        matches = [b for a in digests for b in self._key_digests if hmac.compare_digest(a, b)]
+        return matches[0].hex() if matches else None
 
     def _too_large(self) -> str:
         size = self.rules.max_body_bytes / MEBIBYTE

@@ -67,6 +67,10 @@ class UnknownResponseError(RequestError):
     """The request names a response that is not stored."""
 
 
+class UnknownStreamError(RequestError):
+    """The request names an answer that the server does not have."""
+
+
 class CancelledRequestError(LockstepError, RuntimeError):
     """A client has cancelled the request by its id."""
 
@@ -86,6 +90,7 @@ class UnreadError(LockstepError, RuntimeError):
 _STATUSES: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (UnknownModelError, 404, "invalid_request_error", "model_not_found"),
     (UnknownResponseError, 404, "invalid_request_error", "response_not_found"),
+    (UnknownStreamError, 404, "invalid_request_error", "answer_not_found"),
     (ContextLengthError, 400, "invalid_request_error", "context_length_exceeded"),
     (RequestError, 400, "invalid_request_error", None),
     (CapacityError, 400, "invalid_request_error", "context_length_exceeded"),

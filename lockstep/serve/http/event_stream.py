@@ -49,12 +49,13 @@ def ignored_fields_header(names: Iterable[str]) -> dict[str, str]:
 class EventStream(StreamingResponse):
     """Response that streams events.
 
-    named_events: see EventSource. close: called at the end of the stream, whatever ends it.
+    events: JSON objects, or what encode_event() made of them. named_events: see EventSource.
+    close: called at the end of the stream, whatever ends it.
     """
 
     def __init__(
         self,
-        events: AsyncIterator[list[Event]],
+        events: AsyncIterator[list[Event]] | AsyncIterator[list[bytes]],
         named_events: bool,
         close: Callable[[], None] = lambda: None,
         headers: Mapping[str, str] | None = None,
@@ -87,14 +88,20 @@ class EventStream(StreamingResponse):
         async for events in self._events:
             # Events that are ready together are one write, so one packet.
             if events:
-                body = b"".join([_event_bytes(event, self._named_events) for event in events])
+                body = b"".join(map(self._encode, events))
                 await send_body({**message, "body": body})
         done = b"" if self._named_events else b"data: [DONE]\n\n"
         await send_body({**message, "body": done, "more_body": False})
 
+    def _encode(self, event: Event | bytes) -> bytes:
+        return event if isinstance(event, bytes) else encode_event(event, self._named_events)
 
-def _event_bytes(event: Event, is_named: bool) -> bytes:
+
+def encode_event(event: Event, is_named: bool, event_id: str = "") -> bytes:
+    """Return an event as bytes. event_id: sent back by a client as Last-Event-ID; "" for none."""
     data = b"data: %b\n\n" % to_json(event, inf_nan_mode="null")
+    if event_id:
+        data = b"id: %b\n%b" % (event_id.encode("ascii"), data)
     return b"event: %b\n%b" % (str(event["type"]).encode(), data) if is_named else data
 
 

@@ -69,13 +69,18 @@ def _event_schema(kinds: Sequence[type], are_named: bool) -> dict[str, Any]:
         "contentMediaType": "application/json",
         "contentSchema": {"anyOf": [schema_path(kind) for kind in kinds]},
     }
+    event_id = {
+        "type": "string",
+        "description": "for Last-Event-ID, where the stream can be resumed",
+    }
     if are_named:
-        properties = {"event": {"type": "string"}, "data": content}
+        properties = {"event": {"type": "string"}, "id": event_id, "data": content}
         return {"type": "object", "properties": properties, "required": ["event", "data"]}
     names = " or ".join(kind.__name__ for kind in kinds)
     description = f"{names}, as JSON; the last event is [DONE]"
     data = {"anyOf": [content, {"const": "[DONE]"}], "description": description}
-    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
+    properties = {"id": event_id, "data": data}
+    return {"type": "object", "properties": properties, "required": ["data"]}
 
 
 def json_responses(

@@ -25,10 +25,12 @@ class RequestContext:
 
     request_id: value of X-Request-Id if it is valid, else a generated one.
     trace: trace headers by name, as they were sent.
+    owner: digest of the API key, set once it is checked; "" without keys.
     """
 
     request_id: str
     trace: Mapping[str, str]
+    owner: str = ""
 
     @classmethod
     def from_headers(cls, headers: Iterable[Header]) -> "RequestContext":
@@ -48,3 +50,9 @@ class RequestContext:
 
 REQUEST_CONTEXT: ContextVar[RequestContext | None] = ContextVar("request_context", default=None)
 """Context of the request that the present task or thread works for; None for no request."""
+
+
+def current_owner() -> str:
+    """Return the digest of the API key of the present request; "" without keys."""
+    context = REQUEST_CONTEXT.get()
+    return "" if context is None else context.owner

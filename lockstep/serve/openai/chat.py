@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Self
 
+from lockstep.serve.journal.saved_answer import SavedAnswer
 from lockstep.serve.openai.choices import (
     choice_end,
     response_head,
@@ -53,6 +54,8 @@ ID_PREFIX = "chatcmpl-"
 class ChatWriter(ResponseWriter):
     """Writer of a chat completion."""
 
+    KIND = "chat"
+
     def __init__(self, active: ActiveRequest, body: ChatRequest) -> None:
         super().__init__(active, body.ignored_fields())
         self.body = body
@@ -68,6 +71,12 @@ class ChatWriter(ResponseWriter):
         with naming_late_system_message("messages", [message.role for message in body.messages]):
             active = await service.submit(body, ID_PREFIX, is_small)
         return cls(active, body)
+
+    @classmethod
+    async def restore(cls, service: Service, saved: SavedAnswer) -> Self:
+        """Return the writer of an answer of an earlier process. Raises RequestError."""
+        body = ChatRequest.model_validate(saved.request.json())
+        return cls(await service.resume(body, ID_PREFIX, saved), body)
 
     async def response(self) -> ChatCompletion:
         """Return the completion, made in a thread where it has many log-probabilities."""

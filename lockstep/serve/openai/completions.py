@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from lockstep.outputs import Logprob
+from lockstep.serve.journal.saved_answer import SavedAnswer
 from lockstep.serve.openai.choices import (
     choice_end,
     response_head,
@@ -57,6 +58,8 @@ class _StreamState:
 class CompletionWriter(ResponseWriter):
     """Writer of the completions of one prompt or several."""
 
+    KIND = "completions"
+
     def __init__(self, active: ActiveRequest, body: CompletionRequest) -> None:
         super().__init__(active, body.ignored_fields())
         self.body = body
@@ -71,6 +74,12 @@ class CompletionWriter(ResponseWriter):
     async def start(cls, service: Service, body: CompletionRequest, is_small: bool = False) -> Self:
         """Submit a request and return its writer. Raises as Service.submit does."""
         return cls(await service.submit(body, ID_PREFIX, is_small), body)
+
+    @classmethod
+    async def restore(cls, service: Service, saved: SavedAnswer) -> Self:
+        """Return the writer of an answer of an earlier process. Raises RequestError."""
+        body = CompletionRequest.model_validate(saved.request.json())
+        return cls(await service.resume(body, ID_PREFIX, saved), body)
 
     async def response(self) -> Completion:
         """Return the completions, made in a thread where they have many log-probabilities."""

@@ -328,11 +328,19 @@ class Version(TypedDict):
     version: str
 
 
+class DeletedAnswer(TypedDict):
+    """Confirmation that an answer has ended and was erased."""
+
+    id: str
+    deleted: Literal[True]
+
+
 RESPONSE_TYPES: tuple[type, ...] = (
     ChatCompletion,
     ChatChunk,
     Completion,
     CompletionChunk,
+    DeletedAnswer,
     RenderedPrompt,
     ModelObject,
     ModelList,

@@ -67,7 +67,7 @@ async function* stream(body, signal) {
       const events = (rest + value).split("\n\n");
       rest = events.pop();
       for (const event of events) {
-        const data = event.replace(/^data: /, "");
+        const data = event.replace(/^(id: .*\n)?data: /, "");
         if (data === "[DONE]") return;
         const chunk = JSON.parse(data);
         if (chunk.error) throw new Problem(chunk.error.message, fieldNamed(chunk.error.param));

@@ -10,13 +10,22 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep.engine.async_engine import Update
+from lockstep.engine.received_answer import ReceivedAnswer
 from lockstep.engine.token_update import TokenUpdate
-from lockstep.errors import ComputeError
+from lockstep.errors import (
+    CapacityError,
+    ComputeError,
+    ContextLengthError,
+    EngineDeadError,
+    RequestError,
+)
 from lockstep.outputs import ForcedMismatch, Logprob, RequestMetrics, TokenSource
 from lockstep.scheduling.request import Request
-from lockstep.serve.http.errors import DeadlineError, UnreadError
+from lockstep.serve.http.errors import CancelledRequestError, DeadlineError, UnreadError
 from lockstep.serve.http.output_budget import delta_bytes
 from lockstep.serve.http.request_context import REQUEST_CONTEXT
+from lockstep.serve.journal.journal import Recorder
+from lockstep.serve.journal.saved_answer import SavedAnswer
 from lockstep.serve.requests.parsed_request import ParsedRequest
 from lockstep.serve.telemetry.request_record import RequestRecord
 from lockstep.text.processor import CompletionText, TextUpdate, name_tokens
@@ -26,6 +35,20 @@ if TYPE_CHECKING:
     from lockstep.serve.requests.service import Service
 
 log = logging.getLogger("lockstep.serve")
+
+SAVED_ERRORS = {
+    error.__name__: error
+    for error in (
+        CapacityError,
+        ComputeError,
+        ContextLengthError,
+        RequestError,
+        CancelledRequestError,
+        DeadlineError,
+        UnreadError,
+    )
+}
+"""Errors that end an answer in the journal, by name. Messages of others are not for clients."""
 
 MAX_BATCH_DELTAS = 16
 """Maximum deltas that a slow reader gets at once before other requests run."""
@@ -117,7 +140,10 @@ class ActiveRequest:
 
     The engine's updates become OutputDeltas, which wait in a queue; iterating yields them in
     batches. requests: the engine's requests, one per completion. created: Unix time in seconds.
-    deadline: time of the event loop at which the request ends incomplete.
+    deadline: time of the event loop at which the request ends incomplete. saved: part of the
+    answer that an earlier process had. keeps_output: readers get output again and again, so it
+    counts for the memory limit until the end. is_suspended: the request has ended here, and the
+    next process goes on with it.
     """
 
     def __init__(
@@ -126,11 +152,18 @@ class ActiveRequest:
         parsed: ParsedRequest,
         requests: list[Request],
         deadline: float | None,
+        saved: SavedAnswer | None = None,
     ) -> None:
         self.service = service
         self.parsed = parsed
         self.requests = requests
-        self.created = int(time.time())
+        self.created = int(time.time()) if saved is None else saved.request.created
+        self.deadline = None if deadline is None else time.time() + deadline - _loop_time()
+        self.keeps_output = False
+        self.is_suspended = False
+        self._saved = saved
+        self._num_saved_deltas = 0
+        self._recorder: Recorder | None = None
         # The record is written when the request ends, maybe in a task without this context.
         self._context = REQUEST_CONTEXT.get()
         self._deadline = deadline
@@ -147,7 +180,7 @@ class ActiveRequest:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Submit the requests to the engine."""
+        """Submit the requests to the engine: with a saved answer, those that had not ended."""
         if self._deadline is not None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_at(self._deadline, self._expire)
@@ -155,13 +188,70 @@ class ActiveRequest:
         visible = self.parsed.visible_token_ids
         for index, request in enumerate(self.requests):
             self._open[index] = processor.completion(request, index, visible)
+        rest = self._received() if self._saved is not None else list(enumerate(self.requests))
+        if not rest:
+            return
         try:
             self.service.client.submit(
-                [(request, partial(self._on_update, i)) for i, request in enumerate(self.requests)]
+                [(request, partial(self._on_update, index)) for index, request in rest]
             )
         except Exception as error:
             self._open.clear()  # none was queued: there is nothing to abort
             self._fail(0, error)
+
+    def _received(self) -> list[tuple[int, Request]]:
+        """Handle the updates of a saved answer; return the requests of its rest, by index."""
+        assert self._saved is not None
+        answers = [ReceivedAnswer(request) for request in self.requests]
+        for index, update in self._saved.updates:
+            answers[index].add(update)
+            self._on_update(index, update)
+        self._num_saved_deltas = len(self._deltas)
+        if self._saved.end is None and self._error is None:
+            return [(index, answers[index].rest()) for index in self._open]
+        self._open.clear()
+        self._num_running = 0
+        if self._saved.end is not None:
+            self._error = saved_error(self._saved.end.error)
+        return []
+
+    @property
+    def reads_saved(self) -> bool:
+        """True while the reader has not got all deltas of a saved answer."""
+        return self._num_saved_deltas > 0
+
+    @property
+    def is_history(self) -> bool:
+        """True where the answer was complete in an earlier process, and is only read again."""
+        return self._saved is not None and self._saved.end is not None
+
+    def attach(self, recorder: Recorder | None) -> None:
+        """Write the updates to the journal from now on.
+
+        Call it in the iteration of the event loop in which the request is started: no update has
+        been handled then.
+        """
+        self._recorder = recorder
+        if self._error is not None or not self._num_running:
+            self._record_end(self._error)
+
+    def drop_record(self) -> None:
+        """Remove the answer from the journal."""
+        if self._recorder is not None:
+            self._recorder.drop()
+        self._recorder = None
+
+    def _record_end(self, error: Exception | None) -> None:
+        """Write the end to the journal; leave the answer open where the next process goes on."""
+        if self._recorder is None:
+            return
+        if isinstance(error, EngineDeadError):
+            self.is_suspended = True
+        elif error is None or type(error).__name__ in SAVED_ERRORS:
+            self._recorder.end(error)
+        else:
+            self._recorder.drop()
+        self._recorder = None
 
     async def __aiter__(self) -> AsyncIterator[list[OutputDelta]]:
         """Yield all waiting deltas, at most MAX_BATCH_DELTAS at once."""
@@ -174,11 +264,13 @@ class ActiveRequest:
                 self._reader = asyncio.get_running_loop().create_future()
                 await self._reader
                 continue
-            count = min(len(self._deltas), MAX_BATCH_DELTAS)
+            # A batch has saved deltas or new ones.
+            count = min(self._num_saved_deltas or len(self._deltas), MAX_BATCH_DELTAS)
+            self._num_saved_deltas = max(0, self._num_saved_deltas - count)
             batch = [self._deltas.popleft() for _ in range(count)]
             yield batch
             # A response that is sent as a whole keeps its deltas in memory until it is complete.
-            if self.parsed.stream:
+            if self.parsed.stream and not self.keeps_output:
                 self.service.output_budget.release(self, sum(delta.size for delta in batch))
             if self._deltas:
                 await asyncio.sleep(0)  # yield to other requests, however long the queue is
@@ -194,6 +286,7 @@ class ActiveRequest:
     def end_unread(self) -> None:
         """End a request whose waiting output exceeds its memory limit, and drop that output."""
         self._deltas.clear()
+        self._num_saved_deltas = 0
         self.service.output_budget.forget(self)
         self._stop(
             UnreadError(
@@ -248,6 +341,7 @@ class ActiveRequest:
 
     def _stop(self, error: Exception) -> None:
         self._error = self._error or error
+        self._record_end(self._error)
         self._abort_all()
         self._wake_reader()
 
@@ -272,6 +366,9 @@ class ActiveRequest:
         if index not in self._open:
             return
         try:
+            if self._recorder is not None and not isinstance(update, Exception):
+                # Before the client can have any of it.
+                self._recorder.add(index, update)
             self._queue_delta(index, update)
         except Exception as error:
             self._fail(index, error)
@@ -313,6 +410,8 @@ class ActiveRequest:
                 self._abort(index)
             else:
                 del self._open[index]
+        if not self._num_running:
+            self._record_end(None)
         exceeding = self.service.output_budget.add(self, delta.size)
         if exceeding is not None:
             exceeding.end_unread()
@@ -340,3 +439,12 @@ class ActiveRequest:
             sources,
             delta_bytes(count, sum(map(len, filter(None, entries)))),
         )
+
+
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def saved_error(error: tuple[str, str] | None) -> Exception | None:
+    """Return the error that ended a saved answer; None where no error did."""
+    return None if error is None else SAVED_ERRORS[error[0]](error[1])

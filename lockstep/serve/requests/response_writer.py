@@ -2,11 +2,15 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from lockstep.errors import EngineDeadError
 from lockstep.serve.http.errors import status_and_body
 from lockstep.serve.http.event_stream import Event
 from lockstep.serve.requests.active_request import ActiveRequest, OutputDelta
+
+if TYPE_CHECKING:
+    from lockstep.serve.requests.event_log import EventLog
 
 
 class ResponseWriter(ABC):
@@ -16,13 +20,16 @@ class ResponseWriter(ABC):
     end_events(). They depend on the deltas so far, never on when a delta is read.
 
     NAMED_EVENTS: events have their type as their SSE name; otherwise [DONE] ends the stream.
-    ignored_fields: names of sent fields that have no effect.
+    KIND: name of the API, in the journal. ignored_fields: names of sent fields that have no effect.
+    event_log: the events, where they are recorded.
     """
 
     NAMED_EVENTS: ClassVar[bool] = False
+    KIND: ClassVar[str]
 
     def __init__(self, active: ActiveRequest, ignored_fields: Sequence[str]) -> None:
         self.active = active
+        self.event_log: EventLog | None = None
         self.ignored_fields = ignored_fields
 
     @abstractmethod
@@ -45,6 +52,13 @@ class ResponseWriter(ABC):
         """Yield the events of an error, which replace those of end_events()."""
         return [status_and_body(error)[1]]
 
+    def suspended_event(self, error: EngineDeadError, last_number: int) -> Event:
+        """Return the last event of a stream that the next process goes on with.
+
+        last_number: number of the event before it.
+        """
+        return next(iter(self.error_events(error)))
+
     def close(self) -> None:
         """Abort the request if it is still running."""
         self.active.close()
@@ -62,7 +76,10 @@ class ResponseWriter(ABC):
             continue
 
     async def stream(self) -> AsyncIterator[list[Event]]:
-        """Yield the events; those that are ready at the same time come in one list."""
+        """Yield the events; those that are ready at the same time come in one list.
+
+        Raises EngineDeadError where the next process goes on.
+        """
         yield [*self.start_events()]
         events: list[Event] = []
         try:
@@ -75,5 +92,8 @@ class ResponseWriter(ABC):
             events += self.end_events()
         except Exception as error:
             # Events of deltas before the error are sent first.
+            if self.active.is_suspended:
+                yield events
+                raise
             events += self.error_events(error)
         yield events

@@ -15,10 +15,13 @@ from lockstep.sampling_params import MAX_LOGPROBS, SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.serve.http.errors import MAX_SHOWN_CHARACTERS, BusyError, UnknownModelError
 from lockstep.serve.http.output_budget import OutputBudget
+from lockstep.serve.journal.journal import Journal
+from lockstep.serve.journal.saved_answer import SavedAnswer, SavedRequest
 from lockstep.serve.requests.active_request import ActiveRequest
 from lockstep.serve.requests.body_models import renamed_fields
 from lockstep.serve.requests.engine_client import EngineClient
 from lockstep.serve.requests.parsed_request import GenerationBody, ParsedRequest
+from lockstep.serve.requests.resumable_streams import ResumableStreams
 from lockstep.serve.telemetry.request_record import RequestRecord
 from lockstep.text.processor import Processor
 
@@ -44,6 +47,8 @@ class Limits:
         use of the responses that /v1/responses keeps.
     max_output_bytes, max_total_output_bytes: approximate bytes of output that waits for its
         reader, per request and over all requests.
+    resume_seconds: time for which a stream goes on without a reader, and for which a complete one
+        is kept in memory; 0 ends it with its connection.
     """
 
     max_running: int = 16
@@ -56,6 +61,7 @@ class Limits:
     stored_seconds: float = 86_400.0
     max_output_bytes: int = 128 << 20
     max_total_output_bytes: int = 1 << 30
+    resume_seconds: float = 0.0
 
 
 class Service:
@@ -66,6 +72,7 @@ class Service:
     own to clients.
     drafts_predictions: the engine's drafts are the tokens of predicted texts.
     on_record: called in the event loop with the record of every request that has ended.
+    journal: started journal of the answers; None for none.
     """
 
     def __init__(
@@ -79,6 +86,7 @@ class Service:
         on_record: Sequence[Callable[[RequestRecord], None]] = (),
         adapters: Collection[str] = (),
         drafts_predictions: bool = False,
+        journal: Journal | None = None,
     ) -> None:
         self.client = client
         self.processor = processor
@@ -93,6 +101,7 @@ class Service:
         self.output_budget: OutputBudget[ActiveRequest] = OutputBudget(
             self.limits.max_output_bytes, self.limits.max_total_output_bytes
         )
+        self.streams = ResumableStreams(self, journal)
         self._active: set[ActiveRequest] = set()
         # Counted incrementally: a sum over all requests at every admission would cost more.
         self._num_completions = 0
@@ -162,12 +171,32 @@ class Service:
         seconds = min((limit for limit in limits if limit is not None), default=None)
         deadline = None if seconds is None else start_time + seconds
         active = ActiveRequest(self, parsed, requests, deadline)
-        self._active.add(active)
-        self._num_completions += len(requests)
-        active.start()
+        self._start(active)
         if ignored := body.ignored_fields():
             log.warning("fields were ignored: %s", ", ".join(ignored)[:MAX_SHOWN_CHARACTERS])
         return active
+
+    async def resume(
+        self, body: GenerationBody, id_prefix: str, saved: SavedAnswer
+    ) -> ActiveRequest:
+        """Go on with an answer of an earlier process. The caller closes the result.
+
+        Raises RequestError where this server would not accept the request.
+        """
+        self.check_model(body.model)
+        work = (body, self._parse_saved, body, id_prefix, saved.request)
+        parsed, requests = await self._in_thread(*work)
+        deadline = saved.request.deadline
+        if deadline is not None:
+            deadline += asyncio.get_running_loop().time() - time.time()
+        active = ActiveRequest(self, parsed, requests, deadline, saved)
+        self._start(active)
+        return active
+
+    def _start(self, active: ActiveRequest) -> None:
+        self._active.add(active)
+        self._num_completions += len(active.requests)
+        active.start()
 
     async def parse(
         self, body: GenerationBody, id_prefix: str
@@ -189,6 +218,29 @@ class Service:
         with renamed_fields(body.sent_names()):
             self._check_logprobs(parsed.params)
         return parsed, parsed.engine_requests(self.processor)
+
+    def _parse_saved(
+        self, body: GenerationBody, id_prefix: str, saved: SavedRequest
+    ) -> tuple[ParsedRequest, list[Request]]:
+        """Parse a body again, with the ids, the tokens and the seeds that it had."""
+        parsed = body.parse(id_prefix, self.processor)
+        conversation = parsed.conversation
+        if conversation is not None:
+            conversation = replace(conversation, ids=saved.prompts[0])
+        parsed = replace(
+            parsed,
+            id=saved.id,
+            engine_id=saved.engine_id,
+            adapter=self.adapter_of(body.model),
+            prompts=tuple(saved.prompts),
+            conversation=conversation,
+        )
+        requests = parsed.engine_requests(self.processor)
+        for request, seed, count in zip(requests, saved.seeds, saved.max_tokens, strict=True):
+            request.seed = seed
+            request.params = replace(request.params, seed=seed, max_tokens=count)
+            request.arrival = request.metrics.arrival_time = saved.arrival
+        return parsed, requests
 
     async def _in_thread(
         self, body: GenerationBody, function: Callable[..., Result], *args: object
@@ -227,6 +279,8 @@ class Service:
         self._active.remove(active)
         self._num_completions -= len(active.requests)
         self.output_budget.forget(active)
+        if active.is_history:
+            return
         record = active.record()
         for publish in self.on_record:
             publish(record)

@@ -135,6 +135,11 @@ def call_item(fields: dict[str, Any]) -> InputItem | None:
         return None
 
 
+def read_item(fields: dict[str, Any]) -> InputItem:
+    """Return an input item from its fields. Raises ValueError."""
+    return _ADAPTER.validate_python(fields)
+
+
 Items = Annotated[list[Item], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
 

@@ -12,7 +12,7 @@ from lockstep.serve.openai.responses.call_items import InputItem
 from lockstep.serve.openai.responses.schema import ResponseObject
 
 if TYPE_CHECKING:
-    from lockstep.serve.openai.responses.background import EventLog
+    from lockstep.serve.requests.event_log import EventLog
 
 VALUE_BYTES = 8
 """Bytes of a value besides its text: quotes, commas and the like."""
@@ -31,6 +31,7 @@ class StoredResponse:
     items_by_id: items of the conversation's responses by the ids that clients know.
     event_log: events of a response that was generated in the background, counted in
         response_bytes.
+    owner: see ResumableStreams.owner().
     """
 
     response: ResponseObject | None = None
@@ -40,6 +41,7 @@ class StoredResponse:
     conversation_bytes: int = 0
     items_by_id: dict[str, InputItem] = field(default_factory=dict)
     event_log: "EventLog | None" = None
+    owner: str = ""
 
     @property
     def items(self) -> tuple[InputItem, ...]:

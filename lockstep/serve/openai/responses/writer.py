@@ -5,16 +5,16 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
-from lockstep.errors import CapacityError, ContextLengthError, RequestError
+from lockstep.errors import CapacityError, ContextLengthError, EngineDeadError, RequestError
 from lockstep.sampling_params import SamplingParams
 from lockstep.serve.http.errors import CancelledRequestError, Error, status_and_body
 from lockstep.serve.http.event_stream import Event
+from lockstep.serve.journal.saved_answer import SavedAnswer
 from lockstep.serve.openai.conversation import naming_late_system_message
 from lockstep.serve.openai.logprobs import chat_logprobs
 from lockstep.serve.openai.protocol import ChatRequest
-from lockstep.serve.openai.responses.background import EventLog
 from lockstep.serve.openai.responses.builtin_tools import call_arguments
 from lockstep.serve.openai.responses.call_items import InputCall, InputCustomCall, InputItem
 from lockstep.serve.openai.responses.client_tools import ClientToolEvents, Toolbox
@@ -26,6 +26,7 @@ from lockstep.serve.openai.responses.protocol import (
     ReasoningPart,
     ResponsesRequest,
     call_item,
+    read_item,
 )
 from lockstep.serve.openai.responses.registry import ResponseRegistry
 from lockstep.serve.openai.responses.schema import (
@@ -174,6 +175,41 @@ class InputHistory:
         )
         return cls(previous, new_items, {**previous.items_by_id, **referenced})
 
+    def to_json(self) -> Any:
+        """Return what the request's body does not have, for the journal; None where that is
+        nothing.
+        """
+        if not (self.previous.items or self.items_by_id):
+            return None
+        # Items occur several times, and are written once.
+        numbers: dict[int, int] = {}
+        items: list[Any] = []
+
+        def number(item: InputItem) -> int:
+            if id(item) not in numbers:
+                numbers[id(item)] = len(items)
+                plain = item.model_dump(mode="json", exclude_unset=True)
+                items.append({**plain, "type": getattr(item, "type", "message")})
+            return numbers[id(item)]
+
+        previous = [number(item) for item in self.previous.items]
+        new_items = [number(item) for item in self.new_items]
+        by_id = {item_id: number(item) for item_id, item in self.items_by_id.items()}
+        return {"items": items, "previous": previous, "new_items": new_items, "by_id": by_id}
+
+    @classmethod
+    def from_json(cls, saved: Any, body: ResponsesRequest) -> "InputHistory":
+        """Return the history of to_json(). Raises ValueError."""
+        if saved is None:
+            return cls(StoredResponse(), tuple(body.input), {})
+        items = [read_item(plain) for plain in saved["items"]]
+        inputs = tuple(items[number] for number in saved["previous"])
+        by_id = {item_id: items[number] for item_id, number in saved["by_id"].items()}
+        previous = StoredResponse(
+            inputs=inputs, conversation_bytes=json_bytes(inputs), items_by_id=by_id
+        )
+        return cls(previous, tuple(items[number] for number in saved["new_items"]), by_id)
+
     @property
     def items(self) -> tuple[InputItem, ...]:
         """Items of the conversation, those of earlier turns first."""
@@ -217,9 +253,10 @@ class RefusedResponse:
 
 
 class ResponsesWriter(ResponseWriter):
-    """Writer of a response. event_log: its events, where it is generated in the background."""
+    """Writer of a response. owner: see ResumableStreams.owner()."""
 
     NAMED_EVENTS = True
+    KIND = ResponseRegistry.KIND
 
     def __init__(
         self,
@@ -233,7 +270,7 @@ class ResponsesWriter(ResponseWriter):
         super().__init__(active, body.ignored_fields())
         self.body = body
         self.items = history.items
-        self.event_log: EventLog | None = None
+        self.owner = registry.service.streams.owner()
         self._registry = registry
         self._history = history
         self._tools = tools
@@ -255,6 +292,7 @@ class ResponsesWriter(ResponseWriter):
         cls, registry: ResponseRegistry, body: ResponsesRequest, is_small: bool = False
     ) -> "ResponsesWriter | RefusedResponse":
         """Submit a request and return its writer. Raises as Service.submit does."""
+        await registry.load_references(body.previous_response_id, body.input)
         history = InputHistory.read(registry, body)
         tools = body.toolbox(history.items)
         chat = body.chat(history.items, tools)
@@ -271,6 +309,29 @@ class ResponsesWriter(ResponseWriter):
             error.args = (tools.sent_path(str(error)),)
             raise
         return cls(registry, active, body, chat, history, tools)
+
+    @classmethod
+    async def restore(cls, registry: ResponseRegistry, saved: SavedAnswer) -> Self:
+        """Return the writer of a response of an earlier process. Raises RequestError."""
+        body = ResponsesRequest.model_validate(saved.request.json())
+        history = InputHistory.from_json(saved.request.conversation, body)
+        tools = body.toolbox(history.items)
+        chat = body.chat(history.items, tools)
+        active = await registry.service.resume(chat, ID_PREFIX, saved)
+        writer = cls(registry, active, body, chat, history, tools)
+        writer.owner = saved.request.owner
+        return writer
+
+    def saved_conversation(self) -> Any:
+        """Return the earlier turns of the conversation, for the journal; None without any."""
+        return self._history.to_json()
+
+    def suspended_event(self, error: EngineDeadError, last_number: int) -> ResponsesEvent:
+        """Return the last event of a response that the next process goes on with.
+
+        It has the number of the event before it, so that a reader goes on after that one.
+        """
+        return self._error_event(status_and_body(error)[1], last_number)
 
     def close(self) -> None:
         """Abort the request if it is still running."""
@@ -343,20 +404,22 @@ class ResponsesWriter(ResponseWriter):
             yield from self.end_events()
             return
         _, body = status_and_body(error)
-        detail = body["error"]
-        error_event: ErrorEvent = {
-            "type": "error",
-            "sequence_number": self._next_number(),
-            "code": detail["code"],
-            "message": detail["message"],
-            "param": detail["param"],
-        }
-        yield error_event
+        yield self._error_event(body, self._next_number())
         self._state.fail(body)
         response = self.response_object()
         if self.event_log is not None:
             self._store(response)
         yield self._response_event("response.failed", response)
+
+    def _error_event(self, body: Error, number: int) -> ErrorEvent:
+        detail = body["error"]
+        return {
+            "type": "error",
+            "sequence_number": number,
+            "code": detail["code"],
+            "message": detail["message"],
+            "param": detail["param"],
+        }
 
     def _logprobs(self, tokens: TokenLogprobs) -> list[ChosenTokenLogprob]:
         """Return the log-probabilities of tokens in OpenAI's form."""
@@ -641,6 +704,7 @@ class ResponsesWriter(ResponseWriter):
             self._history.previous.conversation_bytes + new_bytes,
             items_by_id,
             event_log,
+            self.owner,
         )
         self._registry.store.put(response["id"], stored)
 

@@ -1,0 +1,1 @@
+"""Journal of answers on disk, from which a restarted server goes on."""
