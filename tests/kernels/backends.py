@@ -16,6 +16,7 @@ from torch import Tensor
 from lockstep.kernels import Op
 from lockstep.kernels.backends import all_ops, layer_traits, load, load_cases
 from lockstep.kernels.exchange import exchange, exchange_add_rms_norm
+from lockstep.kernels.registry import Backend as Implementation
 
 load()
 EXCHANGES = (exchange, exchange_add_rms_norm)
@@ -64,7 +65,7 @@ class Backend:
         """Return True if the backend reports support for a layer of these arguments."""
         device = "cpu" if self.name in CPU else "cuda"
         traits = dict(device=device, dtype=self.dtype) | layer_traits(op, arguments)
-        return op.backends[self.name].supports(**traits) is None
+        return self._implementation(op).supports(**traits) is None
 
     def cases(self, op: Op, max_cases: int | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the op's first cases that the backend serves: at most `max_cases` of them, None for
@@ -79,10 +80,14 @@ class Backend:
 
         An op without a backend "cpu" or "numba" is served by the next one of CPU.
         """
+        return self._implementation(op).run(**self.place(arguments))
+
+    def _implementation(self, op: Op) -> Implementation:
+        """Return the op's backend that serves under this name."""
         name = self.name
         while name in CPU and name not in op.backends:
             name = CPU[CPU.index(name) - 1]
-        return op.backends[name].run(**self.place(arguments))
+        return op.backends[name]
 
     def place(self, value: Any) -> Any:
         """Return the arguments on this backend's device; tensors there are not copied."""
