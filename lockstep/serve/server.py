@@ -310,7 +310,7 @@ def serve(
     """
     model_name, *aliases = model_names
     configure_logs(options.log_format, options.log_requests)
-    metrics = Metrics(model_name, options.metrics_prefix, floors, cache)
+    metrics = Metrics(model_name, options.metrics_prefix, floors, cache, adapters)
     on_record = [metrics.observe, log_request, *([traces.record] if traces else ())]
     service = Service(
         client,

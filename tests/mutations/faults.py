@@ -731,14 +731,14 @@ FAULTS = (
     Fault(
         "attention of a kernel reads one key less in long steps", "numerics",
         "kernels.attention.numba", "paged_attention_numba",
-        "$q = $q.contiguous()",
-        "$q = $q.contiguous()\n$starts = ($starts - (len($q) > 4)).clamp_min(0)",
+        "q = q.contiguous()",
+        "q = q.contiguous()\nstarts = (starts - (tokens > 4)).clamp_min(0)",
     ),
     Fault(
         "a norm of a kernel has another eps for several rows", "numerics", "kernels.norm.numba",
         "add_rms_norm_numba",
-        "$rows = $x.numel() // $width",
-        "$rows = $x.numel() // $width\n$eps = $eps * 3 if $rows > 4 else $eps",
+        "rows = x.numel() // width",
+        "rows = x.numel() // width\neps = eps * 3 if rows > 4 else eps",
     ),
     Fault(
         "a norm sums in descending order for several rows", "numerics", NORM, "_normalize",

@@ -1,6 +1,6 @@
 """paged_attention on a CPU by one Numba kernel, which reads pages where they are.
 
-A quantized cache is dequantized first: the pages of the batch's rows, once per layer and step.
+The pages of a quantized cache are dequantized first, those of the batch's rows.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from lockstep.kernels.attention import KV_SPLIT, apply_gates, paged_attention
 from lockstep.kernels.attention.numba_kernels import KERNELS, SPLIT
 from lockstep.kernels.backends import numba_trait
-from lockstep.kernels.formats.kv import KVCache, QuantizedKV, read_pages, rotate_back, rotation_of
+from lockstep.kernels.formats.kv import KVCache, is_dense, read_pages, rotate_back, rotation_of
 from lockstep.kernels.simd.threads import split_range
 
 assert SPLIT == KV_SPLIT
@@ -29,12 +29,11 @@ def paged_attention_numba(
 ) -> Tensor:
     """See lockstep.kernels.attention.paged_attention."""
     tokens, heads, dim = q.shape
-    assert isinstance(k_cache, QuantizedKV) or k_cache.is_contiguous()
     q = q.contiguous()
     rotated = rotation_of(v_cache) is not None
     out = torch.empty(q.shape, dtype=torch.float32 if rotated else q.dtype)
     kernel_gates = None if rotated else gates
-    if not (isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)):
+    if not (is_dense(k_cache) and is_dense(v_cache)):
         page_table, used = _used_pages(page_table, cu_seqlens, starts, k_cache.shape[1])
         k_cache, values = (read_pages(cache, used, q.dtype) for cache in (k_cache, v_cache))
     else:

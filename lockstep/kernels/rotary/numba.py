@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.backends import numba_trait
-from lockstep.kernels.formats.kv import KVCache, QuantizedKV, rotate_queries, write_slots
+from lockstep.kernels.formats.kv import KVCache, is_dense, rotate_queries, write_slots
 from lockstep.kernels.rotary import rope_and_cache
 from lockstep.kernels.rotary.numba_kernels import KERNELS
 
@@ -28,11 +28,10 @@ def rope_and_cache_numba(
     kv_heads, dim = k_cache.shape[2:]
     tokens, columns = qkv.shape
     keys, values, slots = k_cache, v_cache, slot_mapping.long()
-    if isinstance(keys, QuantizedKV) or isinstance(values, QuantizedKV):
-        # The kernel writes the step's keys and values in order; their quantizer reads them there.
+    if not (is_dense(keys) and is_dense(values)):
+        # The kernel writes the step's keys and values in order, and write_slots copies them.
         keys, values = (torch.empty(tokens, kv_heads, dim, dtype=qkv.dtype) for _ in range(2))
         slots = torch.arange(tokens)
-    assert keys.is_contiguous() and values.is_contiguous()
     heads = (columns - 2 * kv_heads * dim) // (dim * (1 + gated))
     out = torch.empty(tokens, heads, dim, dtype=qkv.dtype)
     if qkv.stride(1) != 1:

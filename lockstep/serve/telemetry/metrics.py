@@ -1,6 +1,7 @@
 """The engine's counters in Prometheus' text format, with vLLM's names and a selectable prefix."""
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -76,6 +77,13 @@ _HISTOGRAMS = {
 }
 _FORMER_NAMES = {"itl_seconds": "time_per_output_token_seconds"}
 """vLLM's former names of histograms, which dashboards still read."""
+_FORMER_COUNTERS = {
+    "prefix_hits_total": "gpu_prefix_cache_hits",
+    "prefix_queries_total": "gpu_prefix_cache_queries",
+}
+"""vLLM's former names of counters, which gateways still read."""
+_SLEEP_STATES = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
+"""Sleep state of an engine -> whether it has it. Engines never sleep."""
 _RATIO_BUCKETS = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 5.0, 10.0, 30.0)
 _STEPS = {
     "seconds": (
@@ -190,7 +198,7 @@ class Metrics:
     """Metrics in Prometheus' text format. Every metric has the model's name as a label.
 
     floors: roofline times of the engine's steps; None where they are not known.
-    cache: settings of the cache: see cache_config().
+    cache: settings of the cache: see cache_config(). adapters: names of the LoRA adapters.
     """
 
     def __init__(
@@ -199,12 +207,13 @@ class Metrics:
         prefix: Prefix = "lockstep",
         floors: StepFloors | None = None,
         cache: Mapping[str, str] | None = None,
+        adapters: Collection[str] = (),
     ) -> None:
         self.floors = floors
         self.registry = CollectorRegistry()
         self._model = model_name
         self._prefix = prefix
-        is_vllm = prefix == "vllm"  # dashboards for vLLM read former names and LoRA metrics, too
+        is_vllm = prefix == "vllm"  # gateways and dashboards read former names and constants, too
         self._previous: dict[str, float] = {}
         self._gauges = {k: self._new(Gauge, n, h) for k, (n, h) in _GAUGES.items()}
         rate = self._new(
@@ -217,8 +226,19 @@ class Metrics:
             self._new(Gauge, name, "Used fraction of pages.")
             for name in ("kv_cache_usage_perc", *(["gpu_cache_usage_perc"] if is_vllm else []))
         ]
-        self._add_constants(cache or {}, adapters=is_vllm)
+        self._add_cache_info(cache or {})
+        if is_vllm:
+            self._add_vllm_constants(adapters)
         self._counters = {k: self._new(Counter, n, h) for k, (n, h) in _COUNTERS.items()}
+        self._former_counters = {
+            key: self._new(Counter, name, _COUNTERS[key][1])
+            for key, name in _FORMER_COUNTERS.items()
+            if is_vllm
+        }
+        self._hit_rates = [
+            self._new(Gauge, name, "Fraction of prompt tokens that were prefix cache hits.")
+            for name in ["gpu_prefix_cache_hit_rate"] * is_vllm
+        ]
         self._floor = self._new(
             Counter, "decode_step_floor_seconds", "Roofline time of the decode steps."
         )
@@ -230,11 +250,11 @@ class Metrics:
                 ("bytes", "Bytes of pages and snapshots"),
             )
         ]
-        self._host_usage = self._new(
-            Gauge,
-            "kv_offload_cpu_cache_usage_perc",
-            "Used fraction of the cache in host memory.",
-        )
+        host_names = ("kv_offload_cpu_cache_usage_perc", *(["cpu_cache_usage_perc"] * is_vllm))
+        self._host_usages = [
+            self._new(Gauge, name, "Used fraction of the cache in host memory.")
+            for name in host_names
+        ]
         self._success = self._new(
             Counter, "request_success", "Requests that ended, by reason.", "finished_reason"
         )
@@ -277,18 +297,32 @@ class Metrics:
         full_name = f"{self._prefix}:{name}"
         return kind(full_name, description, all_labels, registry=self.registry, **options)  # type: ignore[arg-type]
 
-    def _add_constants(self, cache: Mapping[str, str], adapters: bool) -> None:
-        """Add constants: gauges of value 1 whose labels are the information."""
+    def _add_cache_info(self, cache: Mapping[str, str]) -> None:
+        """Add a gauge of value 1 whose labels are the settings of the cache."""
         if cache:
             description = "Sizes and settings of the cache."
             labels = {"model_name": self._model, "engine": "0", **cache}
             self._new(Gauge, "cache_config_info", description, *list(labels)[1:]).labels(
                 **labels
             ).set(1)
-        if adapters:
-            none = {"running_lora_adapters": "", "waiting_lora_adapters": "", "max_lora": "0"}
-            info = self._new(Gauge, "lora_requests_info", "LoRA adapters: none.", *none)
-            info.labels(model_name=self._model, **none).set(1)
+
+    def _add_vllm_constants(self, adapters: Collection[str]) -> None:
+        """Add gauges that gateways read of vLLM and that never change here.
+
+        Gateways take running_lora_adapters for the adapters that a server has loaded. All of them
+        are, from the start, so that a gateway may send their requests anywhere.
+        """
+        labels = {
+            "running_lora_adapters": ",".join(adapters),
+            "waiting_lora_adapters": "",
+            "max_lora": str(len(adapters)),
+        }
+        info = self._new(Gauge, "lora_requests_info", "LoRA adapters that are loaded.", *labels)
+        # Gateways that read several series take the one of the latest time.
+        info.labels(model_name=self._model, **labels).set(time.time())
+        state = self._new(Gauge, "engine_sleep_state", "1 for awake.", "sleep_state")
+        for name, value in _SLEEP_STATES.items():
+            state.labels(self._model, name).set(value)
 
     def observe(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
@@ -307,13 +341,12 @@ class Metrics:
 
         All stats must pass through here, since reading them empties the engine's histogram lists.
         """
-        for key, gauge in self._gauges.items():
-            gauge.labels(self._model).set(getattr(stats, key))
-        for usage in self._usages:
-            usage.labels(self._model).set(stats.pages_used / max(stats.pages, 1))
+        self._set_gauges(stats)
         for key, counter in self._counters.items():
-            counter.labels(self._model).inc(self._increase(key, getattr(stats, key)))
-        self._host_usage.labels(self._model).set(stats.host_pages_used / max(stats.host_pages, 1))
+            increase = self._increase(key, getattr(stats, key))
+            counter.labels(self._model).inc(increase)
+            if key in self._former_counters:
+                self._former_counters[key].labels(self._model).inc(increase)
         for transfer_type, keys in _TRANSFERS.items():
             for counter, key in zip(self._transfers, keys, strict=True):
                 counter.labels(self._model, transfer_type).inc(
@@ -331,6 +364,17 @@ class Metrics:
         for step in stats.decode_steps:
             self._observe_step(step)
         return stats
+
+    def _set_gauges(self, stats: Stats) -> None:
+        for key, gauge in self._gauges.items():
+            gauge.labels(self._model).set(getattr(stats, key))
+        for gauges, part, whole in (
+            (self._usages, stats.pages_used, stats.pages),
+            (self._hit_rates, stats.prefix_hits_total, stats.prefix_queries_total),
+            (self._host_usages, stats.host_pages_used, stats.host_pages),
+        ):
+            for gauge in gauges:
+                gauge.labels(self._model).set(part / max(whole, 1))
 
     def _observe_step(self, step: DecodeStep) -> None:
         self._observe("seconds", step.seconds)

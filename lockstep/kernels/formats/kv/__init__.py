@@ -15,6 +15,7 @@ of the rotation of the layer's values.
 
 from lockstep.kernels.formats.kv.access import (
     dequantize,
+    is_dense,
     quantizers_of,
     read_pages,
     rotate_back,
@@ -41,6 +42,7 @@ __all__ = [
     "KVQuantizer",
     "QuantizedKV",
     "dequantize",
+    "is_dense",
     "quantizers_of",
     "read_pages",
     "rotate_back",

@@ -1,5 +1,7 @@
 """Reads and writes of one side of a cache, quantized or not, for references and CPU backends."""
 
+from typing import TypeGuard
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,11 @@ from lockstep.kernels.formats.kv.hadamard import HadamardRotation
 def quantizers_of(*caches: KVCache) -> tuple[KVQuantizer, ...] | None:
     """Return the trait `quantizers` of a layer with these caches; None: they are not quantized."""
     return tuple(cache.quantizer for cache in caches if isinstance(cache, QuantizedKV)) or None
+
+
+def is_dense(cache: KVCache) -> TypeGuard[Tensor]:
+    """Return whether a cache is a contiguous tensor of the model's dtype."""
+    return isinstance(cache, Tensor) and cache.is_contiguous()
 
 
 def rotation_of(cache: KVCache) -> HadamardRotation | None:
