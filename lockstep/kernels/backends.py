@@ -10,6 +10,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pkgutil import iter_modules, walk_packages
+from threading import Lock
 from types import ModuleType
 from typing import Any
 
@@ -32,6 +33,8 @@ COMPILERS = ("triton", "numba", "llvmlite")
 MIN_CPU = ("AVX2", "AVX512", "NEON", "SVE")
 """Beginnings of the capabilities of CPUs that convert fp16 and multiply and add in one
 instruction."""
+LOADING = Lock()
+"""Lock of the threads that import backends."""
 Cases = Callable[[torch.dtype], Iterator[tuple[str, dict[str, Any]]]]
 """Generator of test cases of an op: dtype -> (name, arguments on the CPU)."""
 
@@ -91,8 +94,11 @@ def load() -> None:
     Backends that are registered later are preferred. A backend that falls back on another one
     imports it, so it is registered after it.
     """
-    for name in _modules_of(tuple(lockstep.kernels.__path__)):
-        _load(name)
+    # Without its compiler, a module is imported anew by every call and fails halfway. Another
+    # thread's import would find such a half.
+    with LOADING:
+        for name in _modules_of(tuple(lockstep.kernels.__path__)):
+            _load(name)
 
 
 @cache

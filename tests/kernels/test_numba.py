@@ -138,14 +138,18 @@ def test_kernels_on_disk_depend_on_the_vector_package(monkeypatch: pytest.Monkey
 
 
 def test_backends_load_without_numba() -> None:
-    """Without Numba, torch's backends serve, and numerics does not name it."""
+    """Without Numba, torch's backends serve, and numerics does not name it.
+
+    Several threads may load them at once, as ranks in threads do.
+    """
     code = (
         "import sys; sys.modules['numba'] = sys.modules['llvmlite'] = None\n"
         "import torch\n"
         "from lockstep.kernels.backends import load\n"
         "from lockstep.kernels.linear import linear\n"
         "from lockstep.worker.build import numerics\n"
-        "load()\n"
+        "from concurrent.futures import ThreadPoolExecutor as Pool\n"
+        "list(Pool(4).map(lambda _: load(), range(8)))\n"
         "assert linear.choose(device='cpu', dtype=torch.float32) == 'cpu', linear.backends\n"
         "assert 'numba' not in numerics('cpu', torch.float32)\n"
     )

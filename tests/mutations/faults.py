@@ -735,6 +735,12 @@ FAULTS = (
         "q = q.contiguous()\nstarts = (starts - (tokens > 4)).clamp_min(0)",
     ),
     Fault(
+        "a kernel replays one token too few", "mixer", "kernels.gated_delta_rule.numba",
+        "gated_delta_step_numba",
+        "lengths = lengths.int()",
+        "lengths = lengths.int()\nfolded = torch.minimum(folded + 1, starts)",
+    ),
+    Fault(
         "a norm of a kernel has another eps for several rows", "numerics", "kernels.norm.numba",
         "add_rms_norm_numba",
         "rows = x.numel() // width",

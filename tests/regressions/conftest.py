@@ -11,6 +11,7 @@ import torch
 from lockstep import LLM, EngineConfig, SamplingParams
 from lockstep.engine_builder import build_engine
 from lockstep.kernels.architecture import is_architecture_assumed
+from lockstep.kernels.gated_delta_rule import gated_delta_step
 from lockstep.layers.latent_attention import LatentAttention
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec.drafter import DraftContext
@@ -182,3 +183,9 @@ class ScriptedDrafter:
                     for k, token in enumerate(known_tokens):
                         wrong = (length + k) % WRONG_EVERY == 0
                         drafts[row, k] = (token + 1) % 200 if wrong else token
+
+
+@pytest.fixture
+def torch_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run gated_delta_step by torch's backend, into which a test puts a fault."""
+    monkeypatch.delitem(gated_delta_step.backends, "numba", raising=False)

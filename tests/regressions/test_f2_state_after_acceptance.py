@@ -80,23 +80,22 @@ def test_changing_numbers_of_drafts_keep_the_answer(
 
 @pytest.mark.parametrize("fault", replay_faults(cpu.replay))
 def test_state_read_at_a_wrong_position_is_detected(
+    torch_step: None,
     make: Callable[..., LLM],
-    plain: list[Any],
     known: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
     fault: Callable[..., Any],
 ) -> None:
+    plain = answers(make())
     monkeypatch.setattr(cpu, "replay", fault)
     llm = make("ngram", 3, known=known)
     assert answers(llm) != plain
 
 
 def test_stuck_conv_window_is_detected(
-    make: Callable[..., LLM],
-    plain: list[Any],
-    known: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    torch_step: None, make: Callable[..., LLM], known: list[list[int]]
 ) -> None:
+    plain = answers(make())
     step = cpu.gated_delta_step_cpu
 
     def stuck(

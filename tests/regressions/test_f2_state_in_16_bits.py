@@ -136,6 +136,7 @@ def round_by_window_position(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("fault", [round_at_step_end, round_by_window_position])
 def test_rounding_by_step_is_detected(
+    torch_step: None,
     make: Callable[..., LLM],
     known_half: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,

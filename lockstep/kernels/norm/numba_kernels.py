@@ -42,6 +42,21 @@ def norm_row(x_dtype, dtype, x, weight, out, width, eps, offset):
         vstore_part(dtype, out, i, width, normed)
 
 
+@inline
+def gated_norm_row(dtype, x, gate, weight, out, width, eps):
+    """Norm and gate one row: out = x / rms(x) * weight * silu(gate). x is fp32."""
+    squares = zeros()
+    for i in range(0, width, LANES):
+        value = vload_part(F32, x, i, width)
+        squares = fma(value, value, squares)
+    factor = inverse_rms(squares, width, eps)
+    for i in range(0, width, LANES):
+        normed = vload_part(F32, x, i, width) * factor
+        normed = normed * vload_part(dtype, weight, i, width)
+        normed = normed * silu(vload_part(dtype, gate, i, width))
+        vstore_part(dtype, out, i, width, normed)
+
+
 def _make_norms(dtype, size):
     """Return the kernels of one dtype: (rms_norm, add_rms_norm).
 
@@ -77,18 +92,9 @@ def _make_gated_norms(dtype, size):
     @kernel
     def gated_rms_norm(x, gate, weight, out, rows, inner, outer_stride, stride, width, eps):
         for r in range(rows):
-            row = x + r * width * 4
             gate_row = gate + (r // inner * outer_stride + r % inner * stride) * size
-            squares = zeros()
-            for i in range(0, width, LANES):
-                value = vload_part(F32, row, i, width)
-                squares = fma(value, value, squares)
-            factor = inverse_rms(squares, width, eps)
-            for i in range(0, width, LANES):
-                normed = vload_part(F32, row, i, width) * factor
-                normed = normed * vload_part(dtype, weight, i, width)
-                normed = normed * silu(vload_part(dtype, gate_row, i, width))
-                vstore_part(dtype, out + r * width * size, i, width, normed)
+            out_row = out + r * width * size
+            gated_norm_row(dtype, x + r * width * 4, gate_row, weight, out_row, width, eps)
 
     @kernel
     def gated_group_norm(

@@ -1,6 +1,8 @@
 # mypy: ignore-errors
 """Elementwise functions of vectors, from IEEE operations alone: equal bits on every CPU."""
 
+import math
+
 import numpy as np
 
 from lockstep.kernels.simd.compiler import inline
@@ -51,3 +53,33 @@ def sigmoid(x):
 def silu(x):
     """Compute x / (1 + e^-x)."""
     return x / (splat(_ONE) + exp(splat(F32(0.0)) - x))
+
+
+@inline
+def log1p_of_fraction(y):
+    """Compute log(1 + y) of y in 0 .. 1 within 2 ulp: 2 atanh(s) of s = y / (2 + y) <= 1 / 3."""
+    s = y / (y + splat(F32(2.0)))
+    square = s * s
+    p = fma(square, splat(F32(1 / 15)), splat(F32(1 / 13)))
+    p = fma(p, square, splat(F32(1 / 11)))
+    p = fma(p, square, splat(F32(1 / 9)))
+    p = fma(p, square, splat(F32(1 / 7)))
+    p = fma(p, square, splat(F32(1 / 5)))
+    p = fma(p, square, splat(F32(1 / 3)))
+    double = s + s
+    return fma(double * square, p, double)
+
+
+@inline
+def softplus(x):
+    """Compute log(1 + e^x) as max(x, 0) + log(1 + e^-|x|)."""
+    zero = splat(F32(0.0))
+    positive = vmax(x, zero)
+    # -|x| of a NaN is NaN, since vmin keeps its first argument's.
+    return positive + log1p_of_fraction(exp(vmin(x, zero - x)))
+
+
+@inline
+def inverse_sqrt(x):
+    """Compute 1 / sqrt(x) of a number, with two roundings."""
+    return _ONE / F32(math.sqrt(x))

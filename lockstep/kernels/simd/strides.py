@@ -17,3 +17,11 @@ def row_strides(x: Tensor) -> tuple[Tensor, int, int, int, int]:
     if x.dim() == 3 and x.stride(2) == 1:
         return x, x.shape[0] * x.shape[1], max(1, x.shape[1]), x.stride(0), x.stride(1)
     return row_strides(x.contiguous())
+
+
+def token_stride(x: Tensor) -> tuple[Tensor, int]:
+    """Return x [S, Q, ...] and the elements from one token to the next, copied unless regular."""
+    tokens = x.flatten(0, 1)
+    if len(tokens) and not tokens[0].is_contiguous():
+        tokens = tokens.contiguous()
+    return tokens, tokens.stride(0)

@@ -1,0 +1,50 @@
+"""gated_delta_step on a CPU by one Numba kernel."""
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.backends import numba_trait
+from lockstep.kernels.gated_delta_rule import GatedDeltaWeights, gated_delta_step
+from lockstep.kernels.gated_delta_rule.numba_kernels import KERNELS
+from lockstep.kernels.recurrent.history import folded_after
+from lockstep.kernels.recurrent.state import RecurrentState
+from lockstep.kernels.simd.strides import token_stride
+from lockstep.kernels.simd.threads import split_range
+
+
+@gated_delta_step.backend("numba", supports=numba_trait)
+def gated_delta_step_numba(
+    mixed: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
+    weights: GatedDeltaWeights,
+    state: RecurrentState,
+    slots: Tensor,
+    starts: Tensor,
+    folded: Tensor,
+    flush: int = 1,
+    committed: Tensor | None = None,
+) -> Tensor:
+    """See lockstep.kernels.gated_delta_rule.gated_delta_step."""
+    rows, window = mixed.shape[:2]
+    out = torch.zeros(z.shape, dtype=z.dtype)
+    written = folded_after(starts, folded, flush, state.grid, committed).int()
+    lengths = torch.full_like(starts, window) if committed is None else committed
+    lengths = lengths.int()
+    slots, starts, folded = slots.long(), starts.int(), folded.int()
+    (mixed, *mixed_stride), (z, *z_stride), (b, *b_stride), (a, *a_stride) = (
+        token_stride(x) for x in (mixed, z, b, a)
+    )
+    taps = weights.conv.t().contiguous()
+    operands = (
+        *(x.data_ptr() for x in (mixed, z, b, a, taps, weights.a_log, weights.dt_bias)),
+        weights.norm.data_ptr(),
+        *(x.data_ptr() for x in (state.recurrent, state.conv, state.u, state.k, state.decay)),
+        *(x.data_ptr() for x in (slots, starts, folded, written, lengths, out)),
+        window, *state.sizes(), len(taps) - 1, state.conv.shape[1], state.k.shape[1], state.grid,
+        *mixed_stride, *z_stride, *b_stride, *a_stride, weights.eps, int(committed is not None),
+    )  # fmt: skip
+    kernel = KERNELS[mixed.dtype, state.recurrent.dtype]
+    split_range(rows, lambda begin, end: kernel(*operands, begin, end))
+    return out
