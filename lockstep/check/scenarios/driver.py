@@ -11,6 +11,7 @@ from lockstep.check.scenarios.invariants import (
     ANOTHER_ROW,
     CheckedScheduler,
     InvariantError,
+    Resumption,
 )
 from lockstep.check.scenarios.scenario import (
     AFTER_LAUNCH,
@@ -84,7 +85,8 @@ class FailingStep(StepObserver):
 class Progress:
     """Progress of one completion. index, number: of its request, and among the request's n.
 
-    preempts: phases in which it is still to be preempted. events: features that it really had.
+    preempts: phases in which it is still to be preempted. resumed: its cached prefix. events:
+    features that it really had.
     """
 
     index: int
@@ -96,6 +98,7 @@ class Progress:
     again: bool = False
     num_preempted: int = 0
     preempted_in: list[str] = field(default_factory=list)
+    resumed: Resumption | None = None
     events: set[Event] = field(default_factory=set)
 
     @property
@@ -155,16 +158,17 @@ class Driver:
                     self._disturb(progress)
                     if progress.has_ended and progress.again:
                         progress.again = False
+                        progress.events.add(("id", "again"))
+                        self._record(progress)
                         self._add(remake(progress))
                         self.events[REUSED_IDS] += 1
-                        progress.events.add(("id", "again"))
                 if not waiting and not self.engine.has_work():
                     break
                 self._step()
                 self.engine.scheduler.cache.check()
             else:
                 raise InvariantError(f"requests still run after {MAX_STEPS} steps")
-        for progress in self.all:
+        for progress in self._latest.values():
             self._record(progress)
 
     def _add(self, progress: Progress) -> None:
@@ -219,8 +223,9 @@ class Driver:
             self.events[ABORTED_IN_HOST_MEMORY] += in_host_memory
 
     def _record(self, progress: Progress) -> None:
-        """Record the features that a request really had."""
+        """Record the features that a request really had, before its id is used again."""
         events = progress.events
+        progress.resumed = self.scheduler.resumptions.get(progress.id)
         metrics = progress.completion.request.metrics
         if progress.preempted_in == [IN_ANSWER] * 2 and metrics.num_preemptions > 1:
             events.add(("preempted", "twice"))

@@ -153,7 +153,7 @@ class CheckedScheduler(Scheduler):
 
     returns: how a preempted request gets a row again, by request id; AT_ONCE for other_rows. Memory
     seems short to it for as long as that needs. returned: how requests returned, by id.
-    resumptions: cached prefixes of admitted requests, by id.
+    resumptions: cached prefixes of first admissions, by id.
     """
 
     def __init__(self, cache: Cache, **options: Any) -> None:
@@ -171,11 +171,13 @@ class CheckedScheduler(Scheduler):
         self.invariants.check(schedule)
         fetched = {move.unit for move in schedule.fetched.get(PAGES, ())}
         for admission in schedule.admissions:
-            self.resumptions[admission.spec.id] = Resumption(
+            resumption = Resumption(
                 admission.start,
                 not fetched.isdisjoint(admission.pages),
                 self.entries[admission.spec.id].seq.branch,
             )
+            # A failed step makes a request begin again: its first prefix counts.
+            self.resumptions.setdefault(admission.spec.id, resumption)
         return schedule
 
     def _preempt(self, plan: Schedule, entry: Entry) -> None:

@@ -241,6 +241,10 @@ class RequestWriter:
         if IN_PROMPT in (draft.values["preempted"], draft.values["aborted"]):
             cut = PAGE
         draft.warm.append(WarmPrefix(draft.prompt[: max(cut, PAGE + 1)], 1, salt, adapter))
+        if prefix == "on device" and rng.random() < 0.5:
+            # Later pages of the prompt after another first page: their keys must differ.
+            first = tuple(rng.choices(range(self.vocab), k=PAGE))
+            draft.warm.append(WarmPrefix((*first, *draft.prompt[PAGE:]), 1, salt, adapter))
         if salt or adapter:
             # The same pages without the salt or the adapter: they must not be resumed.
             draft.warm.insert(0, WarmPrefix(draft.prompt[: PAGE + 1]))

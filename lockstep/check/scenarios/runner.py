@@ -235,7 +235,7 @@ def _prefix_events(
     scenario: Scenario, progress: Progress, scheduler: CheckedScheduler
 ) -> set[Event]:
     """Return where the cached prefix of a request came from, as values of "prefix"."""
-    resumed = scheduler.resumptions.get(progress.id)
+    resumed = progress.resumed
     if resumed is None:
         return set()
     prompt = progress.request.prompt
