@@ -19,14 +19,14 @@ def tokens(**settings: object) -> list[int]:
 
 
 def test_backends_by_hand_and_waits_change_no_token() -> None:
-    by_hand = dict(kernels={"gated_delta_step": "reference"}, sync_kernels=True)
+    by_hand = dict(kernels={"gated_delta_chunk": "reference"}, sync_kernels=True)
     assert tokens(**by_hand) == tokens()
 
 
 def test_backends_with_other_bits_are_part_of_the_numerics() -> None:
     """On a CPU Numba kernels have other reduction trees than the other backends."""
     plan = LLM(skip_tokenizer_init=True).engine.plan
-    same = LLM(skip_tokenizer_init=True, kernels={"gated_delta_step": "reference"}).engine.plan
+    same = LLM(skip_tokenizer_init=True, kernels={"gated_delta_chunk": "reference"}).engine.plan
     assert same.fingerprint == plan.fingerprint
     other = LLM(skip_tokenizer_init=True, kernels={"linear": "cpu"}).engine.plan
     if uses_numba(torch.float32):

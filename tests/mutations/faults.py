@@ -476,8 +476,8 @@ FAULTS = (
     ),
     Fault(
         "a page shared under another's key", "cache", GROUPS, "PagedGroup.commit",
-        "self.pool.publish($seq.pages[$page], $seq.key($page, self.page_size))",
-        "self.pool.publish($seq.pages[-1 - $page], $seq.key($page, self.page_size))",
+        "self.pool.publish($seq.pages[$page], $key)",
+        "self.pool.publish($seq.pages[-1 - $page], $key)",
     ),
     Fault(
         "generated pages shared with recurrent layers", "cache", "cache.cache", "Cache.commit",

@@ -7,7 +7,6 @@ import pytest
 
 from lockstep.errors import CapacityError
 from lockstep.layers.memory_budget import MemoryBudget
-from lockstep.worker import memory
 from lockstep.worker.memory import GIB, CacheBytes, host_memory, host_pages
 
 COST = CacheBytes(page=1000, slot=20000)
@@ -36,10 +35,12 @@ def test_host_memory_too_small_or_unavailable(size: float, message: str) -> None
         host_pages(config(kv_offloading_size=size), COST, MemoryBudget("cpu"))
 
 
-def test_host_memory_is_allocated_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "SLAB_BYTES", 1024)
-    assert [tuple(t.shape) for t in host_memory(8, 300, "cpu")] == [(3, 300), (3, 300), (2, 300)]
-    assert [tuple(t.shape) for t in host_memory(2, 2000, "cpu")] == [(1, 2000), (1, 2000)]
+def test_host_memory_is_allocated_in_slabs() -> None:
+    def shapes(pages: int, page_bytes: int) -> list[tuple[int, ...]]:
+        return [tuple(t.shape) for t in host_memory(pages, page_bytes, "cpu", slab_bytes=1024)]
+
+    assert shapes(8, 300) == [(3, 300), (3, 300), (2, 300)]
+    assert shapes(2, 2000) == [(1, 2000), (1, 2000)]
     assert host_memory(0, 300, "cpu") == []
 
 

@@ -181,6 +181,52 @@ def _save_token(
         _copy_rows(F32, F32, k, dk, key, dk, 1, dk)
 
 
+@inline
+def _run_window(
+    dtype, size, state_dtype, state_size, raw, mixed_stride, convolved, channels,
+    decays, betas, heads, z, z_stride, norm_weight, out, token, eps, length, start,
+    states, state_bytes, memory, conv, slot, conv_len, history, u_history, k_history,
+    decay_history, entries, committed, target, due, grid, hk, hv, dk, dv, columns, u,
+    o,
+):  # fmt: skip
+    """Step the tokens of a row's window, all heads of a token before the next one.
+
+    Every token's u, k and decay go to the histories; of a committed window only those that the
+    state in memory lacks, and the raw inputs of its last tokens.
+    """
+    for t in range(length):
+        position = start + t
+        x = convolved + t * channels * 4
+        for h in range(hv):
+            s = states + h * state_bytes
+            key_head = h * hk // hv
+            k = x + (hk + key_head) * dk * 4
+            decay = load(F32, decays, t * heads + h)
+            _apply_delta_rule(
+                s, x + key_head * dk * 4, k, x + (2 * hk * dk + h * dv) * 4, decay,
+                load(F32, betas, t * heads + h), dk, dv, columns, u, o,
+            )  # fmt: skip
+            _finish_token(
+                state_dtype, state_size, s, memory + h * dk * dv * state_size, columns, dk,
+                dv, position + 1, due, grid,
+            )  # fmt: skip
+            gated_norm_row(
+                dtype, o, z + ((token + t) * z_stride + h * dv) * size, norm_weight,
+                out + ((token + t) * hv + h) * dv * size, dv, eps,
+            )  # fmt: skip
+            if committed == 0 or position >= target:
+                _save_token(
+                    u, k, decay, u_history, k_history, decay_history,
+                    slot * entries + position % entries, h, hk, hv, dk, dv, columns,
+                )  # fmt: skip
+        if committed == 0 or t >= length - history:
+            index = slot * conv_len + position % conv_len
+            _copy_rows(
+                dtype, dtype, raw + t * mixed_stride * size, channels,
+                conv + index * channels * size, channels, 1, channels,
+            )  # fmt: skip
+
+
 def _make_kernel(dtype, size, state_dtype, state_size):
     """Return the kernel of a dtype and a dtype of the state in memory."""
 
@@ -233,37 +279,13 @@ def _make_kernel(dtype, size, state_dtype, state_size):
                     memory + h * dk * dv * state_size, u_history, k_history, decay_history, slot,
                     entries, h, hk, hv, dk, dv, columns, first, start, due, grid, u,
                 )  # fmt: skip
-            for t in range(length):
-                position = start + t
-                x = convolved + t * channels * 4
-                for h in range(hv):
-                    s = states + h * state_bytes
-                    key_head = h * hk // hv
-                    k = x + (hk + key_head) * dk * 4
-                    decay = load(F32, decays, t * heads + h)
-                    _apply_delta_rule(
-                        s, x + key_head * dk * 4, k, x + (2 * hk * dk + h * dv) * 4, decay,
-                        load(F32, betas, t * heads + h), dk, dv, columns, u, o,
-                    )  # fmt: skip
-                    _finish_token(
-                        state_dtype, state_size, s, memory + h * dk * dv * state_size, columns, dk,
-                        dv, position + 1, due, grid,
-                    )  # fmt: skip
-                    gated_norm_row(
-                        dtype, o, z + ((token + t) * z_stride + h * dv) * size, norm_weight,
-                        out + ((token + t) * hv + h) * dv * size, dv, eps,
-                    )  # fmt: skip
-                    if committed == 0 or position >= target:
-                        _save_token(
-                            u, k, decay, u_history, k_history, decay_history,
-                            slot * entries + position % entries, h, hk, hv, dk, dv, columns,
-                        )  # fmt: skip
-                if committed == 0 or t >= length - history:
-                    index = slot * conv_len + position % conv_len
-                    _copy_rows(
-                        dtype, dtype, raw + t * mixed_stride * size, channels,
-                        conv + index * channels * size, channels, 1, channels,
-                    )  # fmt: skip
+            _run_window(
+                dtype, size, state_dtype, state_size, raw, mixed_stride, convolved, channels,
+                decays, betas, heads, z, z_stride, norm_weight, out, token, eps, length, start,
+                states, state_bytes, memory, conv, slot, conv_len, history, u_history, k_history,
+                decay_history, entries, committed, target, due, grid, hk, hv, dk, dv, columns, u,
+                o,
+            )  # fmt: skip
 
     return gated_delta_step
 
