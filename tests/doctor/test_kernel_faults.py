@@ -106,7 +106,7 @@ def test_sick_backends_are_replaced_and_remembered(
     sick_backends: None, monkeypatch: pytest.MonkeyPatch, tmp_path
 ) -> None:
     """Doctor goes on to the next backend until a healthy one; a server then reads the results."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(tmp_path))
     doctor = Doctor("cpu", imports=(FAULTY,), stage_seconds=20.0)
     report = doctor.examine([NEED], lambda *progress: None)
     examined = {entry.backend: bool(entry.findings) for entry in report.examined}
@@ -138,7 +138,7 @@ def test_op_without_a_healthy_backend_is_reported(children: Children) -> None:
 def test_results_of_another_release_are_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     from lockstep.kernels import health
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(tmp_path))
     health.write_health("cpu", [BackendHealth("rms_norm", "cpu", "hang")])
     assert read_health("cpu")
     monkeypatch.setattr(health, "__version__", "0.0.0")
