@@ -232,7 +232,10 @@ def simulate(
         chat = Chat(chats, rng.randrange(workload.systems), turns, workload.system_tokens)
         heapq.heappush(arrivals, (at, chats, next_turn(chat, at, workload, rng)))
         chats += 1
-    order, sent, prompt, cached = chats, 0, 0, 0
+    order = chats
+    sent = 0
+    prompt = 0
+    cached = 0
     ended: list[Turn] = []
     moved: list[Turn] = []
     now = 0.0
@@ -242,7 +245,8 @@ def simulate(
             lost = replicas.pop(0)
             moved = [*lost.rows, *lost.waiting]
             for turn in moved:
-                turn.lost_at, turn.forced = now, turn.produced
+                turn.lost_at = now
+                turn.forced = turn.produced
                 replicas[policy(replicas, turn, sent)].add(turn)
                 sent += 1
         while arrivals and arrivals[0][0] <= now:

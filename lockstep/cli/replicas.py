@@ -18,29 +18,32 @@ if TYPE_CHECKING:
 
 def has_replicas(server: ServerSettings) -> bool:
     """Return whether the server's engines are replicas on Ray. Raises ConfigError."""
-    fewest, most = replica_range(server)
-    if most == 1 and server.ray_address is None:
+    minimum, maximum = replica_range(server)
+    if maximum == 1 and server.ray_address is None:
         return False
     if server.disable_frontend_multiprocessing:
         raise ConfigError(
-            f"disable_frontend_multiprocessing=True is not allowed with replicas={fewest}, each of "
-            "which is a process; allowed: with one replica. Leave one of them out."
+            f"disable_frontend_multiprocessing=True is not allowed with replicas={minimum}, each "
+            "of which is a process; allowed: with one replica. Leave one of them out."
         )
     return True
 
 
 def replica_range(server: ServerSettings) -> tuple[int, int]:
-    """Return the fewest and the most replicas. Raises ConfigError where they contradict."""
-    fewest = server.min_replicas or min(server.replicas, server.max_replicas or server.replicas)
-    most = server.max_replicas or max(server.replicas, fewest)
-    is_outside = server.replicas != 1 and not fewest <= server.replicas <= most
-    if is_outside or fewest > most:
+    """Return the minimum and the maximum number of replicas.
+
+    Raises ConfigError where the settings contradict each other.
+    """
+    minimum = server.min_replicas or min(server.replicas, server.max_replicas or server.replicas)
+    maximum = server.max_replicas or max(server.replicas, minimum)
+    is_outside = server.replicas != 1 and not minimum <= server.replicas <= maximum
+    if is_outside or minimum > maximum:
         raise ConfigError(
-            f"min_replicas={fewest} replicas={server.replicas} max_replicas={most} is not allowed; "
-            "allowed: numbers that do not fall in this order. Correct --min-replicas, --replicas "
+            f"min_replicas={minimum} replicas={server.replicas} max_replicas={maximum} is not "
+            "allowed; allowed: numbers that do not fall in this order. Correct --min-replicas, --replicas "
             "or --max-replicas."
         )
-    return fewest, most
+    return minimum, maximum
 
 
 def load_replicas(
@@ -69,8 +72,8 @@ def load_replicas(
     try:
         facts, rates = fleet.facts()
         show_start(facts)
-        fewest, most = replica_range(server)
-        count = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+        minimum, maximum = replica_range(server)
+        count = f"{minimum}" if minimum == maximum else f"{minimum} to {maximum}"
         note(f"{count} replicas in the Ray Serve application {fleet.name}")
         processor = processor_of(facts, text)
     except BaseException:
@@ -96,20 +99,20 @@ def fleet_settings(server: ServerSettings, config: "EngineConfig") -> "FleetSett
             "itself; allowed: with one engine. Leave it out, or start one server per engine behind "
             "the gateway."
         )
-    fewest, most = replica_range(server)
+    minimum, maximum = replica_range(server)
     target = server.target_ongoing_requests or config.max_num_seqs
-    if fewest < most and target is None:
+    if minimum < maximum and target is None:
         raise ConfigError(
-            f"target_ongoing_requests=None is not allowed with min_replicas={fewest} and "
-            f"max_replicas={most} unless max_num_seqs is set; allowed: 0.1 to 1,000,000. Set "
+            f"target_ongoing_requests=None is not allowed with min_replicas={minimum} and "
+            f"max_replicas={maximum} unless max_num_seqs is set; allowed: 0.1 to 1,000,000. Set "
             "--target-ongoing-requests or --max-num-seqs."
         )
     # On a cluster, this node may have no GPU while the others do.
     is_cpu = config.device == "cpu" or (server.ray_address is None and pick_device(config) == "cpu")
     return FleetSettings(
-        min_replicas=fewest,
-        max_replicas=most,
-        initial_replicas=max(server.replicas, fewest),
+        min_replicas=minimum,
+        max_replicas=maximum,
+        initial_replicas=max(server.replicas, minimum),
         target_requests=target or 0,
         num_gpus=0 if is_cpu else config.tensor_parallel_size,
         address=server.ray_address,

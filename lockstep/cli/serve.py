@@ -178,8 +178,8 @@ def _run(
             publisher.close()
         raise
     transport, processor, facts, rates = loaded
-    most_replicas = replica_range(server)[1]
-    limits = replace(options.limits, max_running=facts.plan.max_num_seqs * most_replicas)
+    max_replicas = replica_range(server)[1]
+    limits = replace(options.limits, max_running=facts.plan.max_num_seqs * max_replicas)
     options = replace(options, limits=limits, replacements=facts.replacements, journal=journal)
     if publisher is not None:
         publisher.start(BlockFormat.of(facts.plan))

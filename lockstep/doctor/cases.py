@@ -83,7 +83,8 @@ def _wide_weight(n: int, k: int, dtype: torch.dtype) -> Tensor:
 
 
 def _linear(need: KernelNeed, dtype: torch.dtype) -> Iterator[Case]:
-    n, k = need.traits["n"], need.traits["k"]
+    n = need.traits["n"]
+    k = need.traits["k"]
     device = str(need.traits["device"])
     weight: Tensor | QuantizedWeight
     if need.layout is None:
@@ -165,7 +166,8 @@ def _head_linear(need: KernelNeed, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _route(need: KernelNeed, dtype: torch.dtype) -> Iterator[Case]:
-    experts, top_k = need.traits["experts"], need.traits["top_k"]
+    experts = need.traits["experts"]
+    top_k = need.traits["top_k"]
     alone = dict(bias=None, shared=None, shared_gate=None)
     logits = _normal(TOKENS, experts, dtype=dtype) * 2
     yield Case(f"{TOKENS}x{experts}/{top_k}", dict(logits=logits, top_k=top_k, **alone))

@@ -76,7 +76,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Fault:
-    """What a check found wrong. kind: one of KINDS of lockstep.doctor.children."""
+    """Finding of a check. kind: one of KINDS of lockstep.doctor.children."""
 
     kind: str
     stage: Stage
@@ -104,7 +104,7 @@ def run_job(job: Job, connection: Connection, log: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     if job.mode == BLOCKING:
-        # CUDA reads it when it is initialized, which no import does.
+        # CUDA has no other switch, and reads this one when it is initialized, which no import does.
         os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
     torch.set_num_threads(1)
     load_backends()

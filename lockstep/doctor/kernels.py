@@ -59,7 +59,7 @@ class KernelReport:
 
     @property
     def findings(self) -> list[Finding]:
-        """All findings."""
+        """Findings of all backends."""
         return [finding for entry in self.examined for finding in entry.findings]
 
     def to_json(self) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class LocalFleet:
 
     def restart(self) -> None:
         """See Fleet."""
-        raise NotImplementedError
+        raise AssertionError("replicas restart on Ray only: see test_on_ray.py")
 
     def stop(self) -> None:
         """See Fleet."""

@@ -98,7 +98,8 @@ def _attend(dtype, size, q, k_cache, v_cache, pages, page_size, kv_heads, head, 
         if first == 0:
             for d in range(0, padded, LANES):
                 vstore(F32, total_out, d, vload(F32, split_out, d))
-            total_max, total_sum = split_max, split_sum
+            total_max = split_max
+            total_sum = split_sum
             continue
         row_max = max(total_max, split_max)
         old = exp(splat(total_max - row_max))

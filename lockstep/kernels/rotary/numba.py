@@ -27,7 +27,9 @@ def rope_and_cache_numba(
     """See lockstep.kernels.rotary.rope_and_cache."""
     kv_heads, dim = k_cache.shape[2:]
     tokens, columns = qkv.shape
-    keys, values, slots = k_cache, v_cache, slot_mapping.long()
+    keys = k_cache
+    values = v_cache
+    slots = slot_mapping.long()
     if not (is_dense(keys) and is_dense(values)):
         # The kernel writes the step's keys and values in order, and write_slots copies them.
         keys, values = (torch.empty(tokens, kv_heads, dim, dtype=qkv.dtype) for _ in range(2))
