@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from uuid import uuid4
 
 from lockstep.engine.async_engine import SHUT_DOWN, Receiver
@@ -69,13 +69,6 @@ class Fleet(Protocol):
     def stop(self) -> None:
         """End the replicas, from any thread."""
         ...
-
-
-class Move(NamedTuple):
-    """Requests that left a replica: reason is lost or drained."""
-
-    reason: str
-    num_requests: int
 
 
 @dataclass
