@@ -346,11 +346,13 @@ async def check_certain(event_log: EventLog, begin: int) -> None:
 
 
 def event_begin(response_id: str, starting_after: int | None, last_event_id: str | None) -> int:
-    """Return the number of the first event that a client lacks. Raises RequestError."""
-    if starting_after is not None:
-        return starting_after + 1
+    """Return the number of the first event that a client lacks.
+
+    An EventSource that reconnects repeats its URL, so last_event_id is later than starting_after.
+    Raises RequestError.
+    """
     if last_event_id is None:
-        return 0
+        return 0 if starting_after is None else starting_after + 1
     named_id, begin = parse_event_id(last_event_id)
     if named_id != response_id:
         raise RequestError(
