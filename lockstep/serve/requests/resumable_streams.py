@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.errors import RequestError
 from lockstep.serve.http.errors import MAX_SHOWN_CHARACTERS, UnknownStreamError
@@ -136,26 +136,24 @@ class ResumableStreams:
         self,
         writer: ResponseWriter,
         body: bytes,
-        conversation: Any = None,
         background: bool = False,
     ) -> ResumableStream:
         """Record an answer from its beginning. Call it where writer.active was just started.
 
-        body: of the HTTP request. conversation: earlier turns that the body refers to.
+        body: of the HTTP request.
         """
-        self.save(writer, body, conversation, True, background)
+        self.save(writer, body, True, background)
         return self._add((self.owner(), writer.active.parsed.id), writer, background)
 
-    def respond(self, writer: ResponseWriter, body: bytes, conversation: Any = None) -> EventStream:
+    def respond(self, writer: ResponseWriter, body: bytes) -> EventStream:
         """Return a stream of events that can be resumed."""
         headers = ignored_fields_header(writer.ignored_fields)
-        return self.start(writer, body, conversation).response(0, headers)
+        return self.start(writer, body).response(0, headers)
 
     def save(
         self,
         writer: ResponseWriter,
         body: bytes,
-        conversation: Any = None,
         is_stream: bool = False,
         background: bool = False,
     ) -> None:
@@ -175,7 +173,7 @@ class ResumableStreams:
             seeds=[one.seed for one in active.requests],
             max_tokens=[one.params.max_tokens for one in active.requests],
             body=body.decode(json.detect_encoding(body), "surrogatepass"),
-            conversation=conversation,
+            conversation=writer.saved_conversation(),
             is_stream=is_stream,
             keeps_running=background,
         )
