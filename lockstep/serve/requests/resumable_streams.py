@@ -218,16 +218,19 @@ class ResumableStreams:
 
     async def whole(self, kind: str, response_id: str) -> Event:
         """Return a complete answer as one object. Raises RequestError."""
-        await self.get(kind, response_id)
+        await self._is_restored.wait()
         saved = self._saved((self.owner(), response_id), kind)
         if saved is None or saved.end is None:
+            await self.get(kind, response_id)  # raises where the answer is not known
             why = "it is in progress" if saved else "that needs a server with --journal"
             raise RequestError(
                 f"{response_id[:MAX_SHOWN_CHARACTERS]!r} cannot be read as one object: {why}. Send "
                 "stream=true.",
                 "stream",
             )
-        writer = await self.restorers[kind](saved)
+        writer = await self._writer_of(saved)
+        if writer is None:
+            raise UnknownStreamError(self._why_unknown(response_id), "id")
         try:
             return await writer.response()
         finally:
@@ -305,12 +308,16 @@ class ResumableStreams:
         saved = self._saved(key, kind)
         if saved is None or saved.end is None:
             return None
+        writer = await self._writer_of(saved)
+        return None if writer is None else self._add(key, writer, keeps_running=True)
+
+    async def _writer_of(self, saved: SavedAnswer) -> ResponseWriter | None:
+        """Return the writer of a complete answer; None where this server cannot read it."""
         try:
-            writer = await self.restorers[kind](saved)
+            return await self.restorers[saved.request.kind](saved)
         except (RequestError, ValueError) as error:
-            log.warning("the answer %s cannot be read again: %s", key[1], error)
+            log.warning("the answer %s cannot be read again: %s", saved.request.id, error)
             return None
-        return self._add(key, writer, keeps_running=True)
 
     def _saved(self, key: Key, kind: str) -> SavedAnswer | None:
         saved = None if self._journal is None else self._journal.find(*key)
