@@ -33,6 +33,8 @@ SYNC_SECONDS = 1.0
 """Interval of writes to the disk: what a loss of power may cost. A killed process loses nothing."""
 MAX_AGE = 86_400.0
 """Seconds for which complete answers are kept."""
+MAX_IDENTITY_CHARACTERS = 200
+"""Characters that the header has of a value of the identity: the last ones, as of a long path."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -111,6 +113,7 @@ class Journal:
         erased, with a warning that names the difference. Raises ConfigError where the open answers
         need more than the size of the file.
         """
+        identity = {name: value[-MAX_IDENTITY_CHARACTERS:] for name, value in identity.items()}
         boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
         label = self._file.label
         self.was_cut = label.get("boot") != boot
@@ -121,7 +124,7 @@ class Journal:
         else:
             self._read_all()
         self._resize()
-        self._file.write_label({"salt": self._salt, "boot": boot, "identity": dict(identity)})
+        self._file.write_label({"salt": self._salt, "boot": boot, "identity": identity})
         self._thread = threading.Thread(
             target=self._sync_often, name="lockstep-journal", daemon=True
         )
