@@ -138,16 +138,16 @@ class BlockFile:
         self._logs[log] = _Log()
         return log
 
-    def needs(self, log: int, num_bytes: int) -> int:
-        """Return how many free blocks a record of this size needs."""
+    def num_missing_blocks(self, log: int, num_bytes: int) -> int:
+        """Return how many more blocks must be free for a record of this size; 0 for none."""
         chain = self._logs[log]
         end = chain.num_bytes + _RECORD.size + num_bytes
-        return max(0, -(-end // self._room) - len(chain.blocks))
+        return max(0, -(-end // self._room) - len(chain.blocks) - len(self._free))
 
     def append(self, log: int, data: bytes) -> bool:
         """Append a record; return False, and write nothing, where too few blocks are free."""
         chain = self._logs[log]
-        if self.needs(log, len(data)) > len(self._free):
+        if self.num_missing_blocks(log, len(data)):
             return False
         seed = crc32(_SEED.pack(log, chain.num_records, self.epoch))
         record = _RECORD.pack(self.epoch, len(data), crc32(data, seed)) + data

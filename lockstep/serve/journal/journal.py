@@ -193,11 +193,10 @@ class Journal:
         if entry.number not in self._by_number or self._failed:
             return
         try:
-            while not self._file.append(entry.number, record):
-                if not self._complete:
-                    self._give_up(entry)
-                    return
-                self._remove(next(iter(self._complete.values())), erase=False)
+            if not self._make_room(entry, len(record)):
+                self._give_up(entry)
+                return
+            self._file.append(entry.number, record)
         except OSError as error:
             self._fail(error)
         self._is_dirty = True
@@ -212,6 +211,23 @@ class Journal:
         """Erase an answer, if it is still there."""
         if entry.number in self._by_number:
             self._remove(entry, erase=True)
+
+    def _make_room(self, entry: _Entry, num_bytes: int) -> bool:
+        """Drop the oldest complete answers for a record; return False, and drop none, where the
+        space of all of them is too little.
+        """
+        num_missing = self._file.num_missing_blocks(entry.number, num_bytes)
+        dropped: list[_Entry] = []
+        for complete in self._complete.values():
+            if num_missing <= 0:
+                break
+            dropped.append(complete)
+            num_missing -= self._file.num_blocks_of(complete.number)
+        if num_missing > 0:
+            return False
+        for complete in dropped:
+            self._remove(complete, erase=False)
+        return True
 
     def _add(self, entry: _Entry) -> None:
         self._by_number[entry.number] = entry
