@@ -206,7 +206,8 @@ class BlockFile:
         num_used = self._num_blocks - len(self._free)
         if num_used > num_blocks:
             raise TooSmallError(HEADER_BYTES + num_used * self.block_bytes)
-        begin, self._num_blocks = self._num_blocks, num_blocks
+        begin = self._num_blocks
+        self._num_blocks = num_blocks
         self._free = deque(block for block in self._free if block < num_blocks)
         self._free.extend(range(begin, num_blocks))
         for chain in self._logs.values():
@@ -265,7 +266,9 @@ class BlockFile:
             raise NotAJournalError("its header is damaged")
         if version != VERSION:
             raise NotAJournalError(f"it has version {version}, this release reads {VERSION}")
-        self.block_bytes, self._num_blocks, self.epoch = block_bytes, num_blocks, epoch
+        self.block_bytes = block_bytes
+        self._num_blocks = num_blocks
+        self.epoch = epoch
         self.label = json.loads(text)
 
     def _recover(self) -> None:
@@ -311,7 +314,8 @@ def _block_header(log: int, index: int) -> bytes:
 
 def _records(log: int, data: bytes) -> Iterator[tuple[bytes, int]]:
     """Yield the records of a log, each with the offset of its end, up to the first damaged one."""
-    begin = last_epoch = 0
+    begin = 0
+    last_epoch = 0
     number = 0
     while begin + _RECORD.size <= len(data):
         epoch, size, crc = _RECORD.unpack_from(data, begin)
@@ -322,5 +326,6 @@ def _records(log: int, data: bytes) -> Iterator[tuple[bytes, int]]:
         if crc32(record, crc32(_SEED.pack(log, number, epoch))) != crc:
             return
         yield record, end
-        begin, last_epoch = end, epoch
+        begin = end
+        last_epoch = epoch
         number += 1
