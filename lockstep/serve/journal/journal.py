@@ -132,7 +132,8 @@ class Journal:
 
     def take_open_answers(self) -> list[SavedAnswer]:
         """Return the answers that were open when the file was opened, the oldest first, once."""
-        answers, self._open_answers = self._open_answers, []
+        answers = self._open_answers
+        self._open_answers = []
         return answers
 
     def close(self) -> None:
@@ -171,10 +172,7 @@ class Journal:
         entry = self._entries.get((answer.request.owner, answer.request.id))
         if entry is None or entry.end is not None:
             return None
-        encoder = UpdateEncoder()
-        for index, update in answer.updates:
-            encoder.encode(index, update)
-        return Recorder(self, entry, encoder)
+        return Recorder(self, entry, UpdateEncoder(answer.updates))
 
     def find(self, owner: str, response_id: str) -> SavedAnswer | None:
         """Return an answer; None where there is none."""
@@ -285,12 +283,15 @@ class Journal:
         for _, update in answer.updates:
             metrics = update.metrics
             metrics.arrival_time = now
-            metrics.first_token_time = metrics.scheduled_time = metrics.finished_time = None
+            metrics.scheduled_time = None
+            metrics.first_token_time = None
+            metrics.finished_time = None
         return replace(answer, request=replace(answer.request, arrival=now))
 
     def _discard(self, differences: list[str]) -> None:
-        num_open = sum(read_end(self._file.read(number)[-1]) is None for number in self._file.logs)
         if self._file.logs:
+            last_records = (self._file.read(number)[-1] for number in self._file.logs)
+            num_open = sum(read_end(record) is None for record in last_records)
             log.warning(
                 "the journal %s is not resumed, and its answers are erased (%d were open), since "
                 "answers would have other bits: %s.",
