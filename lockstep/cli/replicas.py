@@ -40,8 +40,8 @@ def replica_range(server: ServerSettings) -> tuple[int, int]:
     if is_outside or minimum > maximum:
         raise ConfigError(
             f"min_replicas={minimum} replicas={server.replicas} max_replicas={maximum} is not "
-            "allowed; allowed: numbers that do not fall in this order. Correct --min-replicas, --replicas "
-            "or --max-replicas."
+            "allowed; allowed: numbers that do not fall in this order. Correct --min-replicas, "
+            "--replicas or --max-replicas."
         )
     return minimum, maximum
 
