@@ -3,7 +3,7 @@
     python benchmarks/replicas.py
     python benchmarks/replicas.py --plot docs/images/replicas.svg  # needs matplotlib
 
-Nothing is served. Replicas compute prompts and answers at the rates that benchmarks/results has of
+Nothing is served. Replicas compute prompts and answers at the rates that were measured of
 Qwen3.6-27B in bf16 on one H200. Such a model resumes a prefix only at a snapshot of its recurrent
 state, so the cache of a replica is a number of snapshots: one at the end of each prompt, and one
 after each system prompt. The answer of a turn is a part of the next prompt, and is computed again.
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PROMPT_TOKENS_PER_SECOND = 8192 / 0.793
-"""benchmarks/results/prompts.json: 8,192 tokens of Qwen3.6-27B bf16 take 793 ms."""
+"""benchmarks/log/2026-11.md: 8,192 tokens of Qwen3.6-27B bf16 took 793 ms (751 ms since)."""
 STEP_SECONDS = ((1, 0.01370), (8, 0.01477), (64, 0.02065))
 """benchmarks/results/steps.json: (rows, seconds) of a step without drafts, bf16."""
 FORCED_SECONDS = 0.000310
@@ -110,8 +110,7 @@ class Replica:
     def add(self, turn: Turn) -> None:
         """Queue a turn; what is cached is decided now, as by an engine that has room."""
         turn.hit = self.hit(turn)
-        turn.work = (turn.prompt - turn.hit) / PROMPT_TOKENS_PER_SECOND
-        turn.work += turn.forced * FORCED_SECONDS
+        turn.work = prompt_seconds(turn) + turn.forced * FORCED_SECONDS
         self.waiting.append(turn)
         self._keep(("system", turn.chat.system, 0))
         for index in range(turn.index):
@@ -271,30 +270,15 @@ def simulate(
     return Outcome(
         cached / max(prompt, 1),
         ttft,
-        sorted(continued_seconds(turn) for turn in streams),
-        sorted(turn.hit_seconds + turn.forced * step_seconds(8) for turn in map(Moved, streams)),
+        sorted(prompt_seconds(turn) + turn.forced * FORCED_SECONDS for turn in streams),
+        sorted(prompt_seconds(turn) + turn.forced * step_seconds(8) for turn in streams),
         len(ended),
     )
 
 
-@dataclass(frozen=True)
-class Moved:
-    """Stream that was moved. hit_seconds: of its prompt on the new replica, alone."""
-
-    turn: Turn
-
-    @property
-    def forced(self) -> float:
-        return self.turn.forced
-
-    @property
-    def hit_seconds(self) -> float:
-        return (self.turn.prompt - self.turn.hit) / PROMPT_TOKENS_PER_SECOND
-
-
-def continued_seconds(turn: Turn) -> float:
-    """Return the seconds of a moved stream's prompt and forced tokens on the new replica, alone."""
-    return Moved(turn).hit_seconds + turn.forced * FORCED_SECONDS
+def prompt_seconds(turn: Turn) -> float:
+    """Return the seconds of a turn's prompt, as far as it is not cached, alone."""
+    return (turn.prompt - turn.hit) / PROMPT_TOKENS_PER_SECOND
 
 
 def next_turn(chat: Chat, at: float, workload: Workload, rng: random.Random) -> Turn:
@@ -373,8 +357,7 @@ def main() -> None:
             ("forced continuation", outcome.pauses),
             ("decoded again", outcome.redecoded),
         ):
-            middle, last = statistics.median(values), values[-1]
-            print(f"{name:20} median {middle:.2f} s, maximum {last:.2f} s")
+            print(f"{name:20} median {statistics.median(values):.2f} s, maximum {values[-1]:.2f} s")
 
 
 if __name__ == "__main__":

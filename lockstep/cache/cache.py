@@ -75,7 +75,8 @@ class Cache:
     def log_blocks(self) -> BlockLog:
         """Log what is cached from now on, while nothing is cached yet; return the log."""
         log = BlockLog(self.config.page_size, self.state is not None)
-        self.block_log = self.host.observer = log
+        self.block_log = log
+        self.host.observer = log
         for group in self.groups:
             group.pool.observer = log
         return log
@@ -243,8 +244,7 @@ class Cache:
                 assert self.state.pool.refs[seq.slot] == 1, "a row's slot is shared"
                 assert seq.slot not in self.state.pool.key_of, "a row's slot is a snapshot"
         if self.block_log is not None:
-            pages, slots = self._cached(PAGES), self._cached(SLOTS)
-            self.block_log.check(pages, slots)
+            self.block_log.check(self._cached(PAGES), self._cached(SLOTS))
 
     def _cached(self, pool: str) -> dict[str, set[Key]]:
         """Return the keys that each medium has of a pool."""

@@ -34,6 +34,8 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 """Sequence number of the last message of a replay."""
 CLOSE_SECONDS = 2.0
 """Time limit for publishing what is queued when the server ends."""
+MAX_REQUEST_BYTES = 1024
+"""Maximum size of a frame to the replay socket: a client's name takes up to 255 bytes."""
 BOUND_BY = ("*", "::", "ipc://", "inproc://")
 """Parts of endpoints that are bound. vLLM's users rely on this rule."""
 
@@ -123,6 +125,8 @@ class KVEventPublisher:
         self._events.set_hwm(config.hwm)
         self._replay = context.socket(zmq.ROUTER)
         self._replay.set_hwm(config.buffer_steps + 1)  # a replay may send all of the buffer
+        # ZeroMQ closes a connection that sends more; otherwise it would store any size.
+        self._replay.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         try:
             self._open(self._events, "endpoint", config.endpoint)
             if config.replay_endpoint is not None:

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from uuid import uuid4
 
 from lockstep.engine.async_engine import SHUT_DOWN, Receiver
@@ -69,13 +69,6 @@ class Fleet(Protocol):
     def stop(self) -> None:
         """End the replicas, from any thread."""
         ...
-
-
-class Move(NamedTuple):
-    """Requests that left a replica: reason is lost or drained."""
-
-    reason: str
-    num_requests: int
 
 
 @dataclass
@@ -254,7 +247,8 @@ class ReplicaTransport:
     async def _run(self, call: Call) -> None:
         """Run a call until it ends, is lost or is cancelled."""
         if self._resetting is not None:
-            await self._resetting
+            # Aborting this request must not cancel the reset, for which others wait.
+            await asyncio.shield(self._resetting)
         try:
             async for refusal in self._fleet.run(call):
                 hello = Hello(refusal.numerics, 1, 0)
@@ -265,8 +259,18 @@ class ReplicaTransport:
             log.warning("replica %s: %s", call.replica_id or "(none)", error)
             await asyncio.sleep(RETRY_SECONDS)
             self._lose([call.tag], "lost", failed=True)
+        except Exception as error:
+            # No update would ever end the request.
+            log.exception("a call of replica %s failed", call.replica_id or "(none)")
+            if call.tag in self._request_of:
+                self._fail(self._request_of[call.tag], error)
         finally:
             self.router.end(call.tag)
+
+    def _fail(self, request_id: str, error: Exception) -> None:
+        """End a request with an error."""
+        self._forget([request_id])
+        self._receiver.deliver([(request_id, error)])
 
     def _forget(self, request_ids: Collection[str]) -> None:
         """Cancel the calls of requests that have ended."""
@@ -325,8 +329,7 @@ class ReplicaTransport:
             "--allow-other-numerics."
         )
         log.error("%s", message)
-        self._forget([request_id])
-        self._receiver.deliver([(request_id, NumericsError(message))])
+        self._fail(request_id, NumericsError(message))
 
     def _reset_prefix_cache(self) -> None:
         self.router.forget_pages()

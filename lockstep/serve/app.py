@@ -293,8 +293,8 @@ def _add_responses(app: FastAPI, service: Service) -> None:
         if body.background:
             return _respond_in_background(service, writer, raw_body)
         if body.store and not body.stream:
-            service.streams.save(writer, raw_body, writer.saved_conversation())
-        return await _respond(writer, body.stream, request, writer.saved_conversation())
+            service.streams.save(writer, raw_body)
+        return await _respond(writer, body.stream, request)
 
     service.streams.restorers[ResponsesWriter.KIND] = partial(ResponsesWriter.restore, registry)
 
@@ -501,13 +501,11 @@ async def _is_small(request: Request) -> bool:
     return len(await request.body()) <= SMALL_BODY_BYTES
 
 
-async def _respond(
-    writer: ResponseWriter, stream: bool, request: Request, conversation: Any = None
-) -> Response:
-    """Return a response as events or as one object. conversation: see SavedRequest."""
+async def _respond(writer: ResponseWriter, stream: bool, request: Request) -> Response:
+    """Return a response as events or as one object."""
     streams = writer.active.service.streams
     if stream and streams.are_kept:
-        return streams.respond(writer, await request.body(), conversation)
+        return streams.respond(writer, await request.body())
     if stream:
         return EventStream.from_source(writer)
     try:
@@ -524,7 +522,7 @@ async def _respond(
 
 def _respond_in_background(service: Service, writer: ResponsesWriter, body: bytes) -> Response:
     """Generate a response whether or not its client waits for it."""
-    stream = service.streams.start(writer, body, writer.saved_conversation(), background=True)
+    stream = service.streams.start(writer, body, background=True)
     headers = ignored_fields_header(writer.ignored_fields)
     if writer.body.stream:
         return stream.response(0, headers)

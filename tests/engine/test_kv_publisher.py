@@ -171,6 +171,16 @@ def test_replay_sends_the_kept_batches_as_they_were(opened: Any) -> None:
     assert numbers(subscriber.replay(first + 7)) == [first + 7]
 
 
+def test_a_large_request_of_a_replay_is_not_received(opened: Any) -> None:
+    publisher, subscriber = opened()
+    publisher.start(FACTS)
+    connect(publisher, subscriber)
+    # A request that is received counts as a number: it would replay everything.
+    subscriber.dealer.send_multipart([b"", bytes(1 << 20), bytes(8)])
+    assert not subscriber.dealer.poll(500)
+    assert subscriber.replay(publisher.num_batches) == []
+
+
 def test_a_full_queue_drops_and_clears_afterwards(opened: Any) -> None:
     """Nothing waits while the publisher's thread does not run; subscribers never overestimate."""
     publisher, subscriber = opened(max_queue_size=3)

@@ -12,6 +12,7 @@ from lockstep import LLM, SamplingParams
 from lockstep.async_llm import AsyncLLM
 from lockstep.errors import NumericsError
 from lockstep.outputs import RequestOutput
+from lockstep.replicas.messages import Call, OtherNumerics, Query
 from lockstep.replicas.transport import ReplicaTransport
 from tests.bundled_model import PROMPTS, SEEDED, answer, make_engine
 from tests.replicas.local_fleet import LocalFleet
@@ -185,5 +186,54 @@ def test_aborted_requests_leave_the_replicas() -> None:
             assert not replicas.transport._progress
             await replicas.llm.reset_prefix_cache()
             await replicas.answers(PROMPTS, [replace(SEEDED, max_tokens=4)] * 4, None)
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_an_abort_does_not_cancel_a_reset() -> None:
+    """Requests wait for a reset of the prefix caches; one that is aborted leaves the others."""
+
+    async def work() -> None:
+        async with running() as replicas:
+            may_reset = asyncio.Event()
+            fleet_reset = replicas.fleet.reset_prefix_cache
+            num_reset = 0
+
+            async def reset(query: Query) -> None:
+                nonlocal num_reset
+                await asyncio.wait_for(may_reset.wait(), 10)
+                await fleet_reset(query)
+                num_reset += 1
+
+            replicas.fleet.reset_prefix_cache = reset
+            replicas.transport.reset_prefix_cache()
+            short = replace(SEEDED, max_tokens=4)
+            aborted = asyncio.create_task(replicas.answers(PROMPTS[:1], [short], None))
+            kept = asyncio.create_task(replicas.answers(PROMPTS[1:2], [short], None))
+            while len(replicas.transport._progress) < 2:
+                await asyncio.sleep(0.01)
+            aborted.cancel()
+            while len(replicas.transport._progress) > 1:
+                await asyncio.sleep(0.01)
+            replicas.transport._loop.call_soon_threadsafe(may_reset.set)
+            await asyncio.wait_for(kept, 10)
+            assert num_reset == 2
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_a_call_that_fails_ends_its_request() -> None:
+    async def work() -> None:
+        async with running() as replicas:
+
+            async def run(call: Call) -> AsyncIterator[OtherNumerics]:
+                raise ValueError("this call cannot be sent")
+                yield
+
+            replicas.fleet.run = run
+            with pytest.raises(ValueError, match="cannot be sent"):
+                one = replace(SEEDED, max_tokens=4)
+                await asyncio.wait_for(replicas.answers([PROMPTS[0]], [one], None), 10)
+            assert not replicas.transport._progress and not replicas.transport._request_of
 
     asyncio.run(asyncio.wait_for(work(), 60))

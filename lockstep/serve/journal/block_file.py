@@ -138,16 +138,16 @@ class BlockFile:
         self._logs[log] = _Log()
         return log
 
-    def needs(self, log: int, num_bytes: int) -> int:
-        """Return how many free blocks a record of this size needs."""
+    def num_missing_blocks(self, log: int, num_bytes: int) -> int:
+        """Return how many more blocks must be free for a record of this size; 0 for none."""
         chain = self._logs[log]
         end = chain.num_bytes + _RECORD.size + num_bytes
-        return max(0, -(-end // self._room) - len(chain.blocks))
+        return max(0, -(-end // self._room) - len(chain.blocks) - len(self._free))
 
     def append(self, log: int, data: bytes) -> bool:
         """Append a record; return False, and write nothing, where too few blocks are free."""
         chain = self._logs[log]
-        if self.needs(log, len(data)) > len(self._free):
+        if self.num_missing_blocks(log, len(data)):
             return False
         seed = crc32(_SEED.pack(log, chain.num_records, self.epoch))
         record = _RECORD.pack(self.epoch, len(data), crc32(data, seed)) + data
@@ -206,7 +206,8 @@ class BlockFile:
         num_used = self._num_blocks - len(self._free)
         if num_used > num_blocks:
             raise TooSmallError(HEADER_BYTES + num_used * self.block_bytes)
-        begin, self._num_blocks = self._num_blocks, num_blocks
+        begin = self._num_blocks
+        self._num_blocks = num_blocks
         self._free = deque(block for block in self._free if block < num_blocks)
         self._free.extend(range(begin, num_blocks))
         for chain in self._logs.values():
@@ -265,7 +266,9 @@ class BlockFile:
             raise NotAJournalError("its header is damaged")
         if version != VERSION:
             raise NotAJournalError(f"it has version {version}, this release reads {VERSION}")
-        self.block_bytes, self._num_blocks, self.epoch = block_bytes, num_blocks, epoch
+        self.block_bytes = block_bytes
+        self._num_blocks = num_blocks
+        self.epoch = epoch
         self.label = json.loads(text)
 
     def _recover(self) -> None:
@@ -311,7 +314,8 @@ def _block_header(log: int, index: int) -> bytes:
 
 def _records(log: int, data: bytes) -> Iterator[tuple[bytes, int]]:
     """Yield the records of a log, each with the offset of its end, up to the first damaged one."""
-    begin = last_epoch = 0
+    begin = 0
+    last_epoch = 0
     number = 0
     while begin + _RECORD.size <= len(data):
         epoch, size, crc = _RECORD.unpack_from(data, begin)
@@ -322,5 +326,6 @@ def _records(log: int, data: bytes) -> Iterator[tuple[bytes, int]]:
         if crc32(record, crc32(_SEED.pack(log, number, epoch))) != crc:
             return
         yield record, end
-        begin, last_epoch = end, epoch
+        begin = end
+        last_epoch = epoch
         number += 1

@@ -33,6 +33,8 @@ SYNC_SECONDS = 1.0
 """Interval of writes to the disk: what a loss of power may cost. A killed process loses nothing."""
 MAX_AGE = 86_400.0
 """Seconds for which complete answers are kept."""
+MAX_IDENTITY_CHARACTERS = 200
+"""Characters that the header has of a value of the identity: the last ones, as of a long path."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -111,6 +113,7 @@ class Journal:
         erased, with a warning that names the difference. Raises ConfigError where the open answers
         need more than the size of the file.
         """
+        identity = {name: value[-MAX_IDENTITY_CHARACTERS:] for name, value in identity.items()}
         boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
         label = self._file.label
         self.was_cut = label.get("boot") != boot
@@ -121,7 +124,7 @@ class Journal:
         else:
             self._read_all()
         self._resize()
-        self._file.write_label({"salt": self._salt, "boot": boot, "identity": dict(identity)})
+        self._file.write_label({"salt": self._salt, "boot": boot, "identity": identity})
         self._thread = threading.Thread(
             target=self._sync_often, name="lockstep-journal", daemon=True
         )
@@ -129,7 +132,8 @@ class Journal:
 
     def take_open_answers(self) -> list[SavedAnswer]:
         """Return the answers that were open when the file was opened, the oldest first, once."""
-        answers, self._open_answers = self._open_answers, []
+        answers = self._open_answers
+        self._open_answers = []
         return answers
 
     def close(self) -> None:
@@ -168,10 +172,7 @@ class Journal:
         entry = self._entries.get((answer.request.owner, answer.request.id))
         if entry is None or entry.end is not None:
             return None
-        encoder = UpdateEncoder()
-        for index, update in answer.updates:
-            encoder.encode(index, update)
-        return Recorder(self, entry, encoder)
+        return Recorder(self, entry, UpdateEncoder(answer.updates))
 
     def find(self, owner: str, response_id: str) -> SavedAnswer | None:
         """Return an answer; None where there is none."""
@@ -190,11 +191,10 @@ class Journal:
         if entry.number not in self._by_number or self._failed:
             return
         try:
-            while not self._file.append(entry.number, record):
-                if not self._complete:
-                    self._give_up(entry)
-                    return
-                self._remove(next(iter(self._complete.values())), erase=False)
+            if not self._make_room(entry, len(record)):
+                self._give_up(entry)
+                return
+            self._file.append(entry.number, record)
         except OSError as error:
             self._fail(error)
         self._is_dirty = True
@@ -209,6 +209,23 @@ class Journal:
         """Erase an answer, if it is still there."""
         if entry.number in self._by_number:
             self._remove(entry, erase=True)
+
+    def _make_room(self, entry: _Entry, num_bytes: int) -> bool:
+        """Drop the oldest complete answers for a record; return False, and drop none, where the
+        space of all of them is too little.
+        """
+        num_missing = self._file.num_missing_blocks(entry.number, num_bytes)
+        dropped: list[_Entry] = []
+        for complete in self._complete.values():
+            if num_missing <= 0:
+                break
+            dropped.append(complete)
+            num_missing -= self._file.num_blocks_of(complete.number)
+        if num_missing > 0:
+            return False
+        for complete in dropped:
+            self._remove(complete, erase=False)
+        return True
 
     def _add(self, entry: _Entry) -> None:
         self._by_number[entry.number] = entry
@@ -266,12 +283,15 @@ class Journal:
         for _, update in answer.updates:
             metrics = update.metrics
             metrics.arrival_time = now
-            metrics.first_token_time = metrics.scheduled_time = metrics.finished_time = None
+            metrics.scheduled_time = None
+            metrics.first_token_time = None
+            metrics.finished_time = None
         return replace(answer, request=replace(answer.request, arrival=now))
 
     def _discard(self, differences: list[str]) -> None:
-        num_open = sum(read_end(self._file.read(number)[-1]) is None for number in self._file.logs)
         if self._file.logs:
+            last_records = (self._file.read(number)[-1] for number in self._file.logs)
+            num_open = sum(read_end(record) is None for record in last_records)
             log.warning(
                 "the journal %s is not resumed, and its answers are erased (%d were open), since "
                 "answers would have other bits: %s.",

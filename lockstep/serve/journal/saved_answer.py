@@ -88,10 +88,13 @@ class SavedAnswer:
 
 
 class UpdateEncoder:
-    """Encoder of the updates of one request: metrics are written where they change."""
+    """Encoder of the updates of one request: metrics are written where they change.
 
-    def __init__(self) -> None:
-        self._latest: dict[int, RequestMetrics] = {}
+    updates: those that are written already.
+    """
+
+    def __init__(self, updates: Sequence[tuple[int, TokenUpdate]] = ()) -> None:
+        self._latest = {index: update.metrics for index, update in updates}
 
     def encode(self, index: int, update: TokenUpdate) -> bytes:
         """Return the record of the next update of a completion."""

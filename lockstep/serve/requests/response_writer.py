@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.errors import EngineDeadError
 from lockstep.serve.http.errors import status_and_body
@@ -51,6 +51,10 @@ class ResponseWriter(ABC):
     def error_events(self, error: Exception) -> Iterable[Event]:
         """Yield the events of an error, which replace those of end_events()."""
         return [status_and_body(error)[1]]
+
+    def saved_conversation(self) -> Any:
+        """Return the earlier turns that the request's body refers to, as JSON for the journal."""
+        return None
 
     def suspended_event(self, error: EngineDeadError, last_number: int) -> Event:
         """Return the last event of a stream that the next process goes on with.

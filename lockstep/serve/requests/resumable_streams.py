@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.errors import RequestError
 from lockstep.serve.http.errors import MAX_SHOWN_CHARACTERS, UnknownStreamError
@@ -136,26 +136,24 @@ class ResumableStreams:
         self,
         writer: ResponseWriter,
         body: bytes,
-        conversation: Any = None,
         background: bool = False,
     ) -> ResumableStream:
         """Record an answer from its beginning. Call it where writer.active was just started.
 
-        body: of the HTTP request. conversation: earlier turns that the body refers to.
+        body: of the HTTP request.
         """
-        self.save(writer, body, conversation, True, background)
+        self.save(writer, body, True, background)
         return self._add((self.owner(), writer.active.parsed.id), writer, background)
 
-    def respond(self, writer: ResponseWriter, body: bytes, conversation: Any = None) -> EventStream:
+    def respond(self, writer: ResponseWriter, body: bytes) -> EventStream:
         """Return a stream of events that can be resumed."""
         headers = ignored_fields_header(writer.ignored_fields)
-        return self.start(writer, body, conversation).response(0, headers)
+        return self.start(writer, body).response(0, headers)
 
     def save(
         self,
         writer: ResponseWriter,
         body: bytes,
-        conversation: Any = None,
         is_stream: bool = False,
         background: bool = False,
     ) -> None:
@@ -175,7 +173,7 @@ class ResumableStreams:
             seeds=[one.seed for one in active.requests],
             max_tokens=[one.params.max_tokens for one in active.requests],
             body=body.decode(json.detect_encoding(body), "surrogatepass"),
-            conversation=conversation,
+            conversation=writer.saved_conversation(),
             is_stream=is_stream,
             keeps_running=background,
         )
@@ -220,16 +218,19 @@ class ResumableStreams:
 
     async def whole(self, kind: str, response_id: str) -> Event:
         """Return a complete answer as one object. Raises RequestError."""
-        await self.get(kind, response_id)
+        await self._is_restored.wait()
         saved = self._saved((self.owner(), response_id), kind)
         if saved is None or saved.end is None:
+            await self.get(kind, response_id)  # raises where the answer is not known
             why = "it is in progress" if saved else "that needs a server with --journal"
             raise RequestError(
                 f"{response_id[:MAX_SHOWN_CHARACTERS]!r} cannot be read as one object: {why}. Send "
                 "stream=true.",
                 "stream",
             )
-        writer = await self.restorers[kind](saved)
+        writer = await self._writer_of(saved)
+        if writer is None:
+            raise UnknownStreamError(self._why_unknown(response_id), "id")
         try:
             return await writer.response()
         finally:
@@ -307,12 +308,16 @@ class ResumableStreams:
         saved = self._saved(key, kind)
         if saved is None or saved.end is None:
             return None
+        writer = await self._writer_of(saved)
+        return None if writer is None else self._add(key, writer, keeps_running=True)
+
+    async def _writer_of(self, saved: SavedAnswer) -> ResponseWriter | None:
+        """Return the writer of a complete answer; None where this server cannot read it."""
         try:
-            writer = await self.restorers[kind](saved)
+            return await self.restorers[saved.request.kind](saved)
         except (RequestError, ValueError) as error:
-            log.warning("the answer %s cannot be read again: %s", key[1], error)
+            log.warning("the answer %s cannot be read again: %s", saved.request.id, error)
             return None
-        return self._add(key, writer, keeps_running=True)
 
     def _saved(self, key: Key, kind: str) -> SavedAnswer | None:
         saved = None if self._journal is None else self._journal.find(*key)
@@ -346,11 +351,13 @@ async def check_certain(event_log: EventLog, begin: int) -> None:
 
 
 def event_begin(response_id: str, starting_after: int | None, last_event_id: str | None) -> int:
-    """Return the number of the first event that a client lacks. Raises RequestError."""
-    if starting_after is not None:
-        return starting_after + 1
+    """Return the number of the first event that a client lacks.
+
+    An EventSource that reconnects repeats its URL, so last_event_id is later than starting_after.
+    Raises RequestError.
+    """
     if last_event_id is None:
-        return 0
+        return 0 if starting_after is None else starting_after + 1
     named_id, begin = parse_event_id(last_event_id)
     if named_id != response_id:
         raise RequestError(

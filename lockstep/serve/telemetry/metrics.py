@@ -223,8 +223,11 @@ class Metrics:
             "Memory bandwidth for roofline times; 0 where it is not known.",
         )
         rate.labels(model_name).set(floors.rates.memory if floors else 0)
-        names = ("kv_cache_usage_perc", *(["gpu_cache_usage_perc"] * is_vllm))
-        self._usages = [self._new(Gauge, name, "Used fraction of pages.") for name in names]
+        former_usages = ("gpu_cache_usage_perc",) if is_vllm else ()
+        self._usages = [
+            self._new(Gauge, name, "Used fraction of pages.")
+            for name in ("kv_cache_usage_perc", *former_usages)
+        ]
         self._add_cache_info(cache or {})
         if is_vllm:
             self._add_vllm_constants(adapters)
@@ -232,15 +235,17 @@ class Metrics:
         self._former_counters = self._new_former_counters() if is_vllm else {}
         self._hit_rates = [
             self._new(Gauge, name, "Fraction of prompt tokens that were prefix cache hits.")
-            for name in ["gpu_prefix_cache_hit_rate"] * is_vllm
+            for name in (("gpu_prefix_cache_hit_rate",) if is_vllm else ())
         ]
         self._floor = self._new(
             Counter, "decode_step_floor_seconds", "Roofline time of the decode steps."
         )
         self._transfers = self._transfer_counters()
-        host_names = ("kv_offload_cpu_cache_usage_perc", *(["cpu_cache_usage_perc"] * is_vllm))
-        description = "Used fraction of the cache in host memory."
-        self._host_usages = [self._new(Gauge, name, description) for name in host_names]
+        former_host_usages = ("cpu_cache_usage_perc",) if is_vllm else ()
+        self._host_usages = [
+            self._new(Gauge, name, "Used fraction of the cache in host memory.")
+            for name in ("kv_offload_cpu_cache_usage_perc", *former_host_usages)
+        ]
         self._success = self._new(
             Counter, "request_success", "Requests that ended, by reason.", "finished_reason"
         )

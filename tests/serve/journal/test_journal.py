@@ -162,6 +162,32 @@ def test_open_answers_are_never_dropped_for_others(
     journal.close()
 
 
+def test_an_answer_that_never_fits_drops_no_other(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = opened(path)
+    names = [f"n{number}" for number in range(5)]
+    for name in names:
+        write(journal, name, 100_000, end=True)
+    write(journal, "open", 400_000, end=False)
+    write(journal, "large", 700_000, end=True)
+    assert "large cannot be resumed" in caplog.text
+    assert kept(journal, names) == names
+    write(journal, "fits", 300_000, end=True)
+    assert kept(journal, names) == names[2:]
+    journal.close()
+
+
+def test_a_long_name_of_a_model_fits(path: str) -> None:
+    identity = {"model": "/" + "\N{SNOWMAN}" * 2000, "system_fingerprint": "ls-1"}
+    journal = opened(path, identity=identity)
+    write(journal, "one", 10, end=True)
+    journal.close()
+    journal = opened(path, identity=identity)
+    assert journal.find("", "one") is not None
+    journal.close()
+
+
 def test_an_answer_belongs_to_an_api_key(path: str) -> None:
     journal = opened(path)
     owner, other = journal.owner("digest of a key"), journal.owner("of another")

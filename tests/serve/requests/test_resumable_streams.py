@@ -166,6 +166,9 @@ def test_next_process_goes_on(
             whole = await read(params={"stream": True})
             rest = await read(params={"stream": True, "starting_after": len(before) - 1})
             assert await read(params={"stream": True}, headers={"Last-Event-ID": after}) == rest
+            # An EventSource that comes back repeats its URL, with the number of its beginning.
+            again = {"stream": True, "starting_after": 0}
+            assert await read(params=again, headers={"Last-Event-ID": after}) == rest
             assert whole == b"".join(before).decode() + rest and rest
             if "responses" not in path:
                 posted = await http.post(

@@ -323,7 +323,7 @@ class ResponsesWriter(ResponseWriter):
         return writer
 
     def saved_conversation(self) -> Any:
-        """Return the earlier turns of the conversation, for the journal; None without any."""
+        """See ResponseWriter; None without earlier turns."""
         return self._history.to_json()
 
     def suspended_event(self, error: EngineDeadError, last_number: int) -> ResponsesEvent:
