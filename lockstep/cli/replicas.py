@@ -70,7 +70,7 @@ def load_replicas(
     with progress_bar() as show:
         fleet.start_application(show)
     try:
-        facts, rates = fleet.facts()
+        facts, rates, numerics = fleet.facts()
         show_start(facts)
         minimum, maximum = replica_range(server)
         count = f"{minimum}" if minimum == maximum else f"{minimum} to {maximum}"
@@ -79,7 +79,7 @@ def load_replicas(
     except BaseException:
         fleet.stop()
         raise
-    transport = ReplicaTransport(fleet, facts.fingerprint, server.allow_other_numerics)
+    transport = ReplicaTransport(fleet, numerics, server.allow_other_numerics)
     return transport, processor, facts, rates
 
 

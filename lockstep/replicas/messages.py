@@ -31,9 +31,10 @@ class Call(Query):
     """Request on its way to a replica.
 
     replica_id: the latest choice of the router, which stays in the client's process. tag: id of
-    the call; a request that moves to another replica gets a new one. numerics: fingerprint that the
-    replica must have; "" for any. allow_other_numerics: such replicas are only preferred.
-    page_keys: keys of the prompt's full pages, which stay in the client's process.
+    the call; a request that moves to another replica gets a new one. numerics: fingerprint and
+    digest of the weights that the replica must have; "" for any. allow_other_numerics: such
+    replicas are only preferred. page_keys: keys of the prompt's full pages, which stay in the
+    client's process.
     """
 
     tag: str = ""

@@ -26,6 +26,7 @@ from lockstep.replicas.host import ReplicaHost
 from lockstep.replicas.messages import Call, Hello, OtherNumerics, Query, ReplicaReport
 from lockstep.replicas.router import ReplicaRouter
 from lockstep.replicas.transport import ReplicaLostError
+from lockstep.worker.agreement import model_digest
 
 log = logging.getLogger("lockstep.replicas")
 
@@ -116,8 +117,11 @@ class EngineReplica:
     def __init__(self, make: MakeEngine, step_seconds: float) -> None:
         transport = ProcessTransport(make, step_seconds)
         plan = transport.facts.plan
-        hello = Hello(transport.facts.fingerprint, plan.max_num_seqs, plan.num_pages)
-        self._facts = (transport.facts, transport.rates)
+        # Replicas that start later may find other weights under the same path.
+        facts = transport.facts
+        numerics = f"{facts.fingerprint}-{model_digest(facts.config, plan)}"
+        hello = Hello(numerics, plan.max_num_seqs, plan.num_pages)
+        self._facts = (facts, transport.rates, numerics)
         self._host = ReplicaHost(transport, hello)
         self._starting = asyncio.Lock()
         self._started = False
@@ -143,7 +147,7 @@ class EngineReplica:
             yield reports
 
     async def facts(self, query: Query) -> Any:
-        """Return the facts about the engine, and its device's rates."""
+        """Return the facts about the engine, its device's rates, and its numerics and weights."""
         return self._facts
 
     async def reset_prefix_cache(self, query: Query) -> None:
@@ -193,7 +197,8 @@ class RayFleet:
             raise
 
     def facts(self) -> Any:
-        """Return the facts about one of the engines, and its device's rates."""
+        """Return the facts about one of the engines, its device's rates, and its numerics and
+        weights."""
         return self._handle.facts.remote(Query("")).result()
 
     def start(self, router: ReplicaRouter) -> None:

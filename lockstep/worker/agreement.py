@@ -7,7 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from lockstep import __version__
-from lockstep.config import EngineConfig
+from lockstep.config import EngineConfig, Plan
 from lockstep.errors import ConfigError
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.weight_files import find_weight_files
@@ -62,6 +62,19 @@ def shown(value: object) -> str:
     if len(text) <= MAX_SHOWN:
         return text
     return f"{text[:MAX_SHOWN]}... ({digest([text.encode()])})"
+
+
+def model_digest(config: EngineConfig, plan: Plan) -> str:
+    """Return a digest of an engine's weights: those of the checkpoint and of all adapters.
+
+    Engines of equal numerics with another digest give other answers. Raises CheckpointError where
+    the checkpoint is not on this machine.
+    """
+    checkpoint = Checkpoint.read(plan.model_path, config.hf_overrides)
+    weights = weights_digest(checkpoint.folder) if config.load_format == "auto" else ""
+    settings = (config.load_format, config.seed, plan.adapters, weights)
+    parts = (json.dumps(checkpoint.raw, sort_keys=True), repr(settings))
+    return digest([part.encode() for part in parts])
 
 
 def weights_digest(folder: Path) -> str:
