@@ -15,6 +15,10 @@ from lockstep.kernels.selection import BackendHealth, KernelSelection, Replaceme
 from lockstep.layers.build_context import KernelNeed
 
 Progress = Callable[[str, int, int], None]
+Key = tuple[str, str]
+"""Op and backend."""
+Served = dict[Key, tuple[KernelNeed, ...]]
+"""Needs that each backend serves."""
 GPU_PARALLEL = 4
 """Processes at a time on a GPU: each compiles and compares on the host most of the time."""
 MODES = {"cuda": (ASYNCHRONOUS, BLOCKING), "cpu": (ASYNCHRONOUS,)}
@@ -87,7 +91,7 @@ class Doctor:
         """Examine the backends that serve these needs, best first, until a healthy one is found."""
         children = Children(arch_name(self.device), self._parallel(), self.stage_seconds)
         served = backends_of(needs)
-        examined: dict[tuple[str, str], Examined] = {}
+        examined: dict[Key, Examined] = {}
         while jobs := self._next_jobs(served, examined):
             for entry in merge_modes(children.run(jobs, progress)):
                 examined[entry.op, entry.backend] = entry
@@ -106,35 +110,23 @@ class Doctor:
 
     def _next_jobs(
         self,
-        served: dict[tuple[str, str], tuple[KernelNeed, ...]],
-        examined: dict[tuple[str, str], Examined],
+        served: Served,
+        examined: dict[Key, Examined],
     ) -> list[Job]:
         """Return the jobs of backends that are next in line: of ops without a healthy one."""
-        jobs: list[Job] = []
-        waiting: set[tuple[str, str]] = set()
-        for (op, backend), needs in served.items():
-            if (op, backend) in examined:
-                continue
-            for need in needs:
-                before = [name for o, name in served if o == op and need in served[o, name]]
-                before = before[: before.index(backend)]
-                results = [examined.get((op, name)) for name in before]
-                is_next = all(result is not None and result.findings for result in results)
-                if self.every or is_next:
-                    waiting.add((op, backend))
-        for key in served:
-            if key in waiting:
-                jobs += [
-                    Job(*key, self.device, served[key], mode, self.imports)
-                    for mode in self.modes or MODES[self.device]
-                ]
-        return jobs
+        return [
+            Job(*key, self.device, needs, mode, self.imports)
+            for key, needs in served.items()
+            if key not in examined
+            and (self.every or any(_is_next(key, need, served, examined) for need in needs))
+            for mode in self.modes or MODES[self.device]
+        ]
 
     def _time_replaced(
         self,
         children: Children,
-        served: dict[tuple[str, str], tuple[KernelNeed, ...]],
-        examined: dict[tuple[str, str], Examined],
+        served: Served,
+        examined: dict[Key, Examined],
         progress: Progress,
     ) -> None:
         """Time the backends of ops that have a sick one, one after another."""
@@ -163,20 +155,39 @@ def arch_name(device: str) -> str:
     return f"{about['device']} {about['isa']}"
 
 
-def backends_of(needs: Iterable[KernelNeed]) -> dict[tuple[str, str], tuple[KernelNeed, ...]]:
+def backends_of(needs: Iterable[KernelNeed]) -> Served:
     """Return the needs that each backend serves, by (op, backend), best backends of an op first."""
     ops = all_ops()
-    served: dict[tuple[str, str], tuple[KernelNeed, ...]] = {}
+    by_op: dict[str, list[KernelNeed]] = {}
     for need in needs:
-        for name, reason in ops[need.op].explain(**need.traits).items():
-            if reason is None:
-                served[need.op, name] = (*served.get((need.op, name), ()), need)
+        by_op.setdefault(need.op, []).append(need)
+    served: Served = {}
+    for name, needs_of_op in by_op.items():
+        reasons = [ops[name].explain(**need.traits) for need in needs_of_op]
+        # All explanations have the same order. The first need's backends need not be the best ones.
+        for backend in reasons[0]:
+            pairs = zip(needs_of_op, reasons, strict=True)
+            needs_of_backend = tuple(need for need, why in pairs if why[backend] is None)
+            if needs_of_backend:
+                served[name, backend] = needs_of_backend
     return served
+
+
+def _is_next(key: Key, need: KernelNeed, served: Served, examined: dict[Key, Examined]) -> bool:
+    """Return whether every better backend that serves a need was found sick."""
+    for other, needs in served.items():
+        if other == key:
+            return True
+        if other[0] == need.op and need in needs:
+            result = examined.get(other)
+            if result is None or not result.findings:
+                return False
+    return True
 
 
 def merge_modes(results: Iterable[Result]) -> list[Examined]:
     """Return one entry per backend: findings of both kinds of launches are one finding."""
-    entries: dict[tuple[str, str], Examined] = {}
+    entries: dict[Key, Examined] = {}
     for result in results:
         key = (result.job.op, result.job.backend)
         before = entries.get(key, Examined(*key, [], 0, 0.0))

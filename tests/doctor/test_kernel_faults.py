@@ -122,6 +122,22 @@ def test_sick_backends_are_replaced_and_remembered(
     assert selection.slowdown("rms_norm", "one_ulp_at_odd_rows", "healthy")
 
 
+def test_best_backend_of_each_need_is_examined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best backend of the second need does not serve the first one."""
+    from tests.doctor import faulty_backends
+
+    wide = KernelNeed("rms_norm", NEED.traits | {"width": 96})
+    monkeypatch.setattr(rms_norm, "backends", {"reference": rms_norm.backends["reference"]})
+    run = faulty_backends.FAULTS["healthy"]
+    rms_norm.backend("any", supports=lambda **traits: None)(run)
+    rms_norm.backend("narrow", supports=lambda width, **traits: "wide" * (width > 80) or None)(run)
+    served = backends_of([wide, NEED])
+    assert list(served) == [("rms_norm", name) for name in ("narrow", "any", "reference")]
+    monkeypatch.setattr(Children, "run", lambda self, jobs, progress: map(Result, jobs, [[]] * 9))
+    report = Doctor("cpu", save=False).examine([wide, NEED], lambda *progress: None)
+    assert [entry.backend for entry in report.examined] == ["narrow", "any"]
+
+
 def test_op_without_a_healthy_backend_is_reported(children: Children) -> None:
     from lockstep.errors import ConfigError
 
