@@ -296,11 +296,15 @@ class CoveringPlan:
         if engine is None:
             self._give_up(wanted)
             return
-        for number in range(self.per_engine):
-            scenario = self._scenario(engine, wanted if number == 0 else array.next_tuple(engine))
-            if scenario is None:
-                self._give_up(wanted)
-                return
+        scenario = self._scenario(engine, wanted)
+        if scenario is None:
+            self._give_up(wanted)
+            return
+        self._scenarios.append(scenario)
+        for _ in range(self.per_engine - 1):
+            # A tuple that this engine cannot have is tried again with an engine of its own. The
+            # engine still gets all of its scenarios, since shards count them.
+            scenario = self._scenario(engine, array.next_tuple(engine)) or scenario
             self._scenarios.append(scenario)
         if array.is_complete and self._complete_at is None:
             self._complete_at = len(self._scenarios)
