@@ -200,22 +200,6 @@ class CoveringArray:
             self.uncovered[order] = False
 
 
-class Tuples:
-    """Tuples of values that rows had."""
-
-    def __init__(self, size: int, strength: int) -> None:
-        self.strength = strength
-        self.has: Bools = np.zeros((size,) * strength, np.bool_)
-
-    def add(self, row: Sequence[int]) -> None:
-        """Add all tuples of a row."""
-        self.has[np.ix_(*[list(row)] * self.strength)] = True
-
-    def count(self, among: Bools) -> int:
-        """Return how many of the tuples in a mask there are, each counted once."""
-        return count_tuples(self.has & among)
-
-
 def count_tuples(mask: Bools) -> int:
     """Return the number of tuples in a symmetric mask, each counted once."""
     return int(mask.sum()) // factorial(mask.ndim)

@@ -169,7 +169,6 @@ _DRAFTING = ("1", "2", "3", "7", "15")
 _CACHED = ("on device", "in host memory", "generated", "without a snapshot")
 _MOVED = ("in the prompt", "after the prompt", "in the answer", "twice")
 _THOUGHTS = ("thought cut", "thought ends")
-_ABORTS = ("waiting", "in the prompt", "in the answer", "in flight", "in host memory")
 
 
 def _excludes(
@@ -367,10 +366,6 @@ class FeatureTable:
 
     features: tuple[Feature, ...]
     exclusions: tuple[Exclusion, ...] = EXCLUSIONS
-
-    def at(self, level: Level) -> tuple[Feature, ...]:
-        """Return the features of a level."""
-        return tuple(feature for feature in self.features if feature.level is level)
 
 
 def feature_table(
