@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.doctor.cases import Case, cases_of
+from lockstep.doctor.cases import Case, cases_of, kinds_of
 from lockstep.kernels.arguments import Arguments, fresh, outputs, same_bits, tensors_of
 from lockstep.kernels.backends import all_ops
 from lockstep.kernels.backends import load as load_backends
@@ -167,7 +167,7 @@ class Examiner:
         for need in self.job.needs:
             dtype = need.traits.get("dtype", torch.float32)
             for case in cases_of(self.op, need, dtype):
-                key = f"{case.name} {dtype}"
+                key = f"{case.name} {kinds_of(need)} {dtype}"
                 if key not in seen:
                     seen.add(key)
                     yield case, dtype
