@@ -30,8 +30,16 @@ MIN_DISK_BYTES = 20 * GIB
 MIN_MEMORY_BYTES = 4 * GIB
 BUS_SHARE = 0.7
 """Share of the card's bandwidth that a copy reaches at least on a healthy card."""
-CARD_BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12, "B200": 8.0e12}
-"""Bytes per second by the data sheets of NVIDIA, by a part of the card's name."""
+CARD_BANDWIDTH = {
+    "B200": 8.0e12,
+    "H200": 4.8e12,
+    "H100 PCIe": 2.0e12,
+    "H100": 3.35e12,
+    "A100-SXM4-40GB": 1.55e12,
+    "A100-PCIE-40GB": 1.55e12,
+    "A100": 1.9e12,
+}
+"""Bytes per second by the data sheets of NVIDIA, by the first of these parts in the card's name."""
 HUB = ("huggingface.co", 443)
 HUB_SECONDS = 3.0
 PACKAGES = ("torch", "triton", "safetensors", "tokenizers", "llguidance", "fastapi")
