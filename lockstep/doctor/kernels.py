@@ -1,20 +1,20 @@
 """Examination of all kernels that a model needs, and their results for servers to read."""
 
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lockstep.doctor.children import STAGE_SECONDS, Children, Finding, Result
 from lockstep.doctor.examine import ASYNCHRONOUS, BLOCKING, Job
+from lockstep.doctor.system import num_cores
 from lockstep.kernels.architecture import architecture_of
 from lockstep.kernels.backends import all_ops
 from lockstep.kernels.health import machine, write_health
 from lockstep.kernels.selection import BackendHealth, KernelSelection, Replacement
 from lockstep.layers.build_context import KernelNeed
+from lockstep.progress import Progress
 
-Progress = Callable[[str, int, int], None]
 Key = tuple[str, str]
 """Op and backend."""
 Served = dict[Key, tuple[KernelNeed, ...]]
@@ -106,7 +106,8 @@ class Doctor:
     def _parallel(self) -> int:
         if self.device == "cuda":
             return GPU_PARALLEL
-        return max(1, (os.cpu_count() or 1) // 2)
+        # A container may have a few of the machine's cores.
+        return max(1, num_cores() // 2)
 
     def _next_jobs(
         self,
@@ -131,7 +132,8 @@ class Doctor:
     ) -> None:
         """Time the backends of ops that have a sick one, one after another."""
         sick = {op for (op, _), entry in examined.items() if entry.findings}
-        alone = replace_parallel(children)
+        # One process at a time, so that times are not disturbed.
+        alone = Children(children.arch, 1, children.stage_seconds)
         jobs = [
             Job(op, backend, self.device, served[op, backend], imports=self.imports, timed=True)
             for op, backend in examined
@@ -140,11 +142,6 @@ class Doctor:
         for result in alone.run(jobs, progress):
             key = (result.job.op, result.job.backend)
             examined[key] = replace(examined[key], us=result.us)
-
-
-def replace_parallel(children: Children) -> Children:
-    """Return children of which one runs at a time, so that times are not disturbed."""
-    return Children(children.arch, 1, children.stage_seconds)
 
 
 def arch_name(device: str) -> str:

@@ -77,9 +77,15 @@ def _versions() -> Iterator[Line]:
                 yield Line(name, "not installed", "fault", f"Install it: pip install {name}")
 
 
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _host() -> Iterator[Line]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Line("cores", f"{cores} on {platform.machine()}, {sys.platform}")
+    yield Line("cores", f"{num_cores()} on {platform.machine()}, {sys.platform}")
     free = _free_memory()
     if free is not None:
         short = free < MIN_MEMORY_BYTES
