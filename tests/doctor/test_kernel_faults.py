@@ -64,6 +64,12 @@ def test_hang_is_named_after_the_time_limit() -> None:
     assert "3 s" in finding.detail
 
 
+def test_process_that_does_not_exit_is_ended() -> None:
+    """It sent all of its results."""
+    result = examine(Children(ARCH, stage_seconds=3.0), "hangs_at_exit")
+    assert result.checks and not result.findings
+
+
 def test_fault_of_asynchronous_launches_alone_names_them(children: Children) -> None:
     results = [examine(children, "right_if_blocking", mode) for mode in (ASYNCHRONOUS, BLOCKING)]
     assert results[0].findings and not results[1].findings
