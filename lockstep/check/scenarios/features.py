@@ -168,7 +168,8 @@ COMPANION_DRAFTERS = ("ngram", "suffix", "prediction", "mtp")
 _DRAFTING = ("1", "2", "3", "7", "15")
 _CACHED = ("on device", "in host memory", "generated", "without a snapshot")
 _MOVED = ("in the prompt", "after the prompt", "in the answer", "twice")
-_THOUGHTS = ("thought cut", "thought ends")
+THOUGHTS = ("thought cut", "thought ends")
+"""Values of "prompt" whose answers begin with a thought."""
 
 
 def _excludes(
@@ -247,11 +248,11 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "only the longest prompts reach max_model_len soon",
     ),
     _excludes(
-        ("prompt size", "1"), ("prompt", ("template", *_THOUGHTS)), "a template writes many tokens"
+        ("prompt size", "1"), ("prompt", ("template", *THOUGHTS)), "a template writes many tokens"
     ),
     _excludes(
         ("prompt size", "window to a page end"),
-        ("prompt", ("template", *_THOUGHTS)),
+        ("prompt", ("template", *THOUGHTS)),
         "a template has its own number of tokens",
     ),
     _excludes(
