@@ -141,13 +141,14 @@ def command_line(words: list[str]) -> list[str]:
     """Return the command line for the report, without the values of API keys."""
     shown = ["lockstep", "probe"]
     hide = False
-    for word in words[1:]:
+    # `python -m lockstep.probe` has no word for the command.
+    for word in words[2 if words[1:2] == ["probe"] else 1 :]:
         name, equals, _ = word.partition("=")
         if hide:
             shown.append("...")
         elif name.endswith("api-key") and equals:
             shown.append(f"{name}=...")
-        elif word != "probe":
+        else:
             shown.append(shlex.quote(word))
         hide = not hide and name.endswith("api-key") and not equals
     return shown
