@@ -9,9 +9,10 @@ from rich.table import Table
 
 from lockstep.cli.options import engine_options
 from lockstep.cli.show import note, print_json
-from lockstep.progress import progress_bar
+from lockstep.progress import Progress, progress_bar
 
 if TYPE_CHECKING:
+    from lockstep.config import EngineConfig
     from lockstep.doctor.kernels import KernelReport
     from lockstep.doctor.system import Line
 
@@ -57,16 +58,12 @@ def doctor(
     config = EngineConfig.read(**resolve_auto_drafter(settings, weights=False))
     device = pick_device(config)
     lines = examine_system(device, port)
+    if not json:
+        _print_system(lines)
     report = None
     if not system_only:
-        if json:
-            report = _examine(config, device, every, stage_seconds, not no_save, None)
-        else:
-            _print_system(lines)
-            with progress_bar() as show:
-                report = _examine(config, device, every, stage_seconds, not no_save, show)
-    elif not json:
-        _print_system(lines)
+        with progress_bar() as show:
+            report = _examine(config, device, every, stage_seconds, not no_save, show)
     if json:
         kernels = None if report is None else report.to_json()
         print_json({"system": [vars(line) for line in lines], "kernels": kernels})
@@ -78,13 +75,13 @@ def doctor(
 
 
 def _examine(
-    config: Any, device: str, every: bool, seconds: float, save: bool, show: Any
+    config: "EngineConfig", device: str, every: bool, seconds: float, save: bool, show: Progress
 ) -> "KernelReport":
     from lockstep.doctor.kernels import Doctor
     from lockstep.doctor.needs import kernels_of
 
     examiner = Doctor(device, every=every, stage_seconds=seconds, save=save)
-    return examiner.examine(kernels_of(config, device), show or (lambda *progress: None))
+    return examiner.examine(kernels_of(config, device), show)
 
 
 def _print_system(lines: "list[Line]") -> None:
@@ -97,9 +94,10 @@ def _print_system(lines: "list[Line]") -> None:
 
 def _print_kernels(report: "KernelReport") -> None:
     console = Console(highlight=False)
-    table = Table("op", "backend", "checks", "s", "", box=SIMPLE_HEAD, padding=(0, 1))
+    table = Table("op", "backend", box=SIMPLE_HEAD, padding=(0, 1))
     for name in ("checks", "s"):
-        next(column for column in table.columns if column.header == name).justify = "right"
+        table.add_column(name, justify="right")
+    table.add_column("")
     for entry in report.examined:
         status = f"[red]{entry.findings[0].kind}[/]" if entry.findings else "[green]healthy[/]"
         table.add_row(entry.op, entry.backend, str(entry.checks), f"{entry.seconds:.1f}", status)

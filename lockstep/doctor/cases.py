@@ -51,7 +51,7 @@ class Case:
 
 def cases_of(op: Op, need: KernelNeed, dtype: torch.dtype) -> Iterator[Case]:
     """Yield the shared cases that need the same kind of kernel, then those at the layer's sizes."""
-    wanted = {name: category(need.traits[name]) for name in CATEGORIES if name in need.traits}
+    wanted = kinds_of(need)
     for name, arguments in load_cases(op)(dtype):
         traits = layer_traits(op, arguments)
         if all(category(traits.get(key)) == value for key, value in wanted.items()):
@@ -59,6 +59,11 @@ def cases_of(op: Op, need: KernelNeed, dtype: torch.dtype) -> Iterator[Case]:
     sized = SIZED.get(op.name)
     if sized is not None:
         yield from sized(need, dtype)
+
+
+def kinds_of(need: KernelNeed) -> dict[str, str]:
+    """Return the kind of each trait of CATEGORIES that a need has."""
+    return {name: category(need.traits[name]) for name in CATEGORIES if name in need.traits}
 
 
 def category(trait: Any) -> str:

@@ -7,7 +7,7 @@ import multiprocessing
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -16,6 +16,7 @@ from typing import Any
 
 from lockstep.child_processes import blocked_signals
 from lockstep.doctor.examine import Done, Fault, Job, Stage, run_job
+from lockstep.progress import Progress
 
 PRELOADED = "lockstep.doctor.preload"
 STAGE_SECONDS = 120.0
@@ -88,9 +89,7 @@ class Children:
         self._context: Any = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([PRELOADED])
 
-    def run(
-        self, jobs: Sequence[Job], progress: Callable[[str, int, int], None]
-    ) -> Iterator[Result]:
+    def run(self, jobs: Sequence[Job], progress: Progress) -> Iterator[Result]:
         """Run the jobs and yield their results in order. progress: (text, done, total)."""
         with ThreadPoolExecutor(self.parallel) as pool:
             for done, result in enumerate(pool.map(self.run_one, jobs), 1):
@@ -110,6 +109,10 @@ class Children:
                 process.start()
             sender.close()
             faults, stage, done, hung = self._listen(receiver)
+            if not hung:
+                # A sick device may also hold a process that has sent all of its results.
+                process.join(self.stage_seconds)
+                hung = process.is_alive()
             if hung:
                 process.kill()
             process.join()

@@ -5,6 +5,7 @@ Every check is announced before it runs, so that the parent knows what a crash o
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.doctor.cases import Case, cases_of
+from lockstep.doctor.cases import Case, cases_of, kinds_of
 from lockstep.kernels.arguments import Arguments, fresh, outputs, same_bits, tensors_of
 from lockstep.kernels.backends import all_ops
 from lockstep.kernels.backends import load as load_backends
@@ -59,11 +60,6 @@ class Job:
     mode: str = ASYNCHRONOUS
     imports: tuple[str, ...] = ()
     timed: bool = False
-
-    @property
-    def dtypes(self) -> list[torch.dtype]:
-        """Return the dtypes of the needs, each once."""
-        return list(dict.fromkeys(need.traits.get("dtype", torch.float32) for need in self.needs))
 
 
 @dataclass(frozen=True)
@@ -167,7 +163,7 @@ class Examiner:
         for need in self.job.needs:
             dtype = need.traits.get("dtype", torch.float32)
             for case in cases_of(self.op, need, dtype):
-                key = f"{case.name} {dtype}"
+                key = f"{case.name} {kinds_of(need)} {dtype}"
                 if key not in seen:
                     seen.add(key)
                     yield case, dtype
@@ -357,25 +353,23 @@ class Examiner:
                 return
 
 
-class second_stream_load:
-    """Context with a function that adds work to a second stream: matrix products and copies."""
+@contextmanager
+def second_stream_load() -> Iterator[Callable[[], None]]:
+    """Give a function that adds work to a second stream: a matrix product and a copy."""
+    stream = torch.cuda.Stream()
+    a = torch.ones(LOAD_SIZE, LOAD_SIZE, dtype=torch.float16, device="cuda")
+    product = torch.empty_like(a)
+    copied = torch.empty_like(a)
+    stream.wait_stream(torch.cuda.current_stream())
 
-    def __enter__(self) -> Callable[[], None]:
-        self.stream = torch.cuda.Stream()
-        dtype = torch.float16
-        a = torch.ones(LOAD_SIZE, LOAD_SIZE, dtype=dtype, device="cuda")
-        product, copied = torch.empty_like(a), torch.empty_like(a)
-        self.stream.wait_stream(torch.cuda.current_stream())
+    def add_load() -> None:
+        with torch.cuda.stream(stream):
+            torch.mm(a, a, out=product)
+            copied.copy_(a)
 
-        def add_load() -> None:
-            with torch.cuda.stream(self.stream):
-                torch.mm(a, a, out=product)
-                copied.copy_(a)
-
-        return add_load
-
-    def __exit__(self, *error: object) -> None:
-        self.stream.synchronize()
+    yield add_load
+    # Not after an error: the wait would raise it again, and the process ends anyway.
+    stream.synchronize()
 
 
 def _has_rows(arguments: Arguments) -> bool:

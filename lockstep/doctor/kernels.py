@@ -1,20 +1,24 @@
 """Examination of all kernels that a model needs, and their results for servers to read."""
 
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lockstep.doctor.children import STAGE_SECONDS, Children, Finding, Result
 from lockstep.doctor.examine import ASYNCHRONOUS, BLOCKING, Job
+from lockstep.doctor.system import num_cores
 from lockstep.kernels.architecture import architecture_of
 from lockstep.kernels.backends import all_ops
 from lockstep.kernels.health import machine, write_health
 from lockstep.kernels.selection import BackendHealth, KernelSelection, Replacement
 from lockstep.layers.build_context import KernelNeed
+from lockstep.progress import Progress
 
-Progress = Callable[[str, int, int], None]
+Key = tuple[str, str]
+"""Op and backend."""
+Served = dict[Key, tuple[KernelNeed, ...]]
+"""Needs that each backend serves."""
 GPU_PARALLEL = 4
 """Processes at a time on a GPU: each compiles and compares on the host most of the time."""
 MODES = {"cuda": (ASYNCHRONOUS, BLOCKING), "cpu": (ASYNCHRONOUS,)}
@@ -87,7 +91,7 @@ class Doctor:
         """Examine the backends that serve these needs, best first, until a healthy one is found."""
         children = Children(arch_name(self.device), self._parallel(), self.stage_seconds)
         served = backends_of(needs)
-        examined: dict[tuple[str, str], Examined] = {}
+        examined: dict[Key, Examined] = {}
         while jobs := self._next_jobs(served, examined):
             for entry in merge_modes(children.run(jobs, progress)):
                 examined[entry.op, entry.backend] = entry
@@ -102,44 +106,34 @@ class Doctor:
     def _parallel(self) -> int:
         if self.device == "cuda":
             return GPU_PARALLEL
-        return max(1, (os.cpu_count() or 1) // 2)
+        # A container may have a few of the machine's cores.
+        return max(1, num_cores() // 2)
 
     def _next_jobs(
         self,
-        served: dict[tuple[str, str], tuple[KernelNeed, ...]],
-        examined: dict[tuple[str, str], Examined],
+        served: Served,
+        examined: dict[Key, Examined],
     ) -> list[Job]:
         """Return the jobs of backends that are next in line: of ops without a healthy one."""
-        jobs: list[Job] = []
-        waiting: set[tuple[str, str]] = set()
-        for (op, backend), needs in served.items():
-            if (op, backend) in examined:
-                continue
-            for need in needs:
-                before = [name for o, name in served if o == op and need in served[o, name]]
-                before = before[: before.index(backend)]
-                results = [examined.get((op, name)) for name in before]
-                is_next = all(result is not None and result.findings for result in results)
-                if self.every or is_next:
-                    waiting.add((op, backend))
-        for key in served:
-            if key in waiting:
-                jobs += [
-                    Job(*key, self.device, served[key], mode, self.imports)
-                    for mode in self.modes or MODES[self.device]
-                ]
-        return jobs
+        return [
+            Job(*key, self.device, needs, mode, self.imports)
+            for key, needs in served.items()
+            if key not in examined
+            and (self.every or any(_is_next(key, need, served, examined) for need in needs))
+            for mode in self.modes or MODES[self.device]
+        ]
 
     def _time_replaced(
         self,
         children: Children,
-        served: dict[tuple[str, str], tuple[KernelNeed, ...]],
-        examined: dict[tuple[str, str], Examined],
+        served: Served,
+        examined: dict[Key, Examined],
         progress: Progress,
     ) -> None:
         """Time the backends of ops that have a sick one, one after another."""
         sick = {op for (op, _), entry in examined.items() if entry.findings}
-        alone = replace_parallel(children)
+        # One process at a time, so that times are not disturbed.
+        alone = Children(children.arch, 1, children.stage_seconds)
         jobs = [
             Job(op, backend, self.device, served[op, backend], imports=self.imports, timed=True)
             for op, backend in examined
@@ -150,11 +144,6 @@ class Doctor:
             examined[key] = replace(examined[key], us=result.us)
 
 
-def replace_parallel(children: Children) -> Children:
-    """Return children of which one runs at a time, so that times are not disturbed."""
-    return Children(children.arch, 1, children.stage_seconds)
-
-
 def arch_name(device: str) -> str:
     """Return the name of a device's architecture: sm_90, or the machine's and its instructions."""
     if device == "cuda":
@@ -163,20 +152,39 @@ def arch_name(device: str) -> str:
     return f"{about['device']} {about['isa']}"
 
 
-def backends_of(needs: Iterable[KernelNeed]) -> dict[tuple[str, str], tuple[KernelNeed, ...]]:
+def backends_of(needs: Iterable[KernelNeed]) -> Served:
     """Return the needs that each backend serves, by (op, backend), best backends of an op first."""
     ops = all_ops()
-    served: dict[tuple[str, str], tuple[KernelNeed, ...]] = {}
+    by_op: dict[str, list[KernelNeed]] = {}
     for need in needs:
-        for name, reason in ops[need.op].explain(**need.traits).items():
-            if reason is None:
-                served[need.op, name] = (*served.get((need.op, name), ()), need)
+        by_op.setdefault(need.op, []).append(need)
+    served: Served = {}
+    for name, needs_of_op in by_op.items():
+        reasons = [ops[name].explain(**need.traits) for need in needs_of_op]
+        # All explanations have the same order. The first need's backends need not be the best ones.
+        for backend in reasons[0]:
+            pairs = zip(needs_of_op, reasons, strict=True)
+            needs_of_backend = tuple(need for need, why in pairs if why[backend] is None)
+            if needs_of_backend:
+                served[name, backend] = needs_of_backend
     return served
+
+
+def _is_next(key: Key, need: KernelNeed, served: Served, examined: dict[Key, Examined]) -> bool:
+    """Return whether every better backend that serves a need was found sick."""
+    for other, needs in served.items():
+        if other == key:
+            return True
+        if other[0] == need.op and need in needs:
+            result = examined.get(other)
+            if result is None or not result.findings:
+                return False
+    return True
 
 
 def merge_modes(results: Iterable[Result]) -> list[Examined]:
     """Return one entry per backend: findings of both kinds of launches are one finding."""
-    entries: dict[tuple[str, str], Examined] = {}
+    entries: dict[Key, Examined] = {}
     for result in results:
         key = (result.job.op, result.job.backend)
         before = entries.get(key, Examined(*key, [], 0, 0.0))

@@ -39,15 +39,14 @@ def kernels_of(config: EngineConfig, device: str) -> list[KernelNeed]:
     checkpoint = Checkpoint.read(find_model(config.model, weights=False), config.hf_overrides)
     weight_format = read_weight_format(checkpoint.quantization(), config.quantization)
     known = has_weights(checkpoint.folder)
+    limits = step_limits(config, checkpoint, device, weight_format)
     if device == "cuda":
-        limits = step_limits(config, checkpoint, device, weight_format)
         engine = DryEngine(
             config, checkpoint, limits, weight_format, architecture_of(device), known
         )
         with engine.mode:
             engine.program(limits, engine.build)
         return distinct(_on(need, device) for need in engine.build.needs)
-    limits = step_limits(config, checkpoint, device, weight_format)
     dtype = getattr(torch, limits.dtype)
     with FakeTensorMode(allow_non_fake_inputs=True):
         build = BuildContext(

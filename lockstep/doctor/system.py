@@ -30,8 +30,16 @@ MIN_DISK_BYTES = 20 * GIB
 MIN_MEMORY_BYTES = 4 * GIB
 BUS_SHARE = 0.7
 """Share of the card's bandwidth that a copy reaches at least on a healthy card."""
-CARD_BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12, "B200": 8.0e12}
-"""Bytes per second by the data sheets of NVIDIA, by a part of the card's name."""
+CARD_BANDWIDTH = {
+    "B200": 8.0e12,
+    "H200": 4.8e12,
+    "H100 PCIe": 2.0e12,
+    "H100": 3.35e12,
+    "A100-SXM4-40GB": 1.55e12,
+    "A100-PCIE-40GB": 1.55e12,
+    "A100": 1.9e12,
+}
+"""Bytes per second by the data sheets of NVIDIA, by the first of these parts in the card's name."""
 HUB = ("huggingface.co", 443)
 HUB_SECONDS = 3.0
 PACKAGES = ("torch", "triton", "safetensors", "tokenizers", "llguidance", "fastapi")
@@ -69,9 +77,15 @@ def _versions() -> Iterator[Line]:
                 yield Line(name, "not installed", "fault", f"Install it: pip install {name}")
 
 
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _host() -> Iterator[Line]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Line("cores", f"{cores} on {platform.machine()}, {sys.platform}")
+    yield Line("cores", f"{num_cores()} on {platform.machine()}, {sys.platform}")
     free = _free_memory()
     if free is not None:
         short = free < MIN_MEMORY_BYTES

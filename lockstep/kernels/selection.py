@@ -84,18 +84,19 @@ class KernelSelection:
         forced = self.forced.get(op.name)
         if forced in served:
             return forced, refused, None
-        healthy = [name for name in served if self.finding(op.name, name) is None]
         if not served:
             op.choose(**traits)  # raises ConfigError with all reasons
+        findings = {name: self.finding(op.name, name) for name in served}
+        healthy = [name for name, finding in findings.items() if finding is None]
         if not healthy:
-            found = "; ".join(f"{name}: {self.finding(op.name, name)}" for name in served)
+            found = "; ".join(f"{name}: {finding}" for name, finding in findings.items())
             raise ConfigError(
                 f"op {op.name} has no healthy backend on this machine ({found}); allowed: a "
                 f"backend that {DOCTOR} examined without a finding. Run {DOCTOR} again after a "
                 f"repair, or set kernels {op.name}={served[0]} to use it anyway."
             )
         name = healthy[0]
-        sick = {other: self.finding(op.name, other) for other in served[: served.index(name)]}
+        sick = {other: findings[other] for other in served[: served.index(name)]}
         refused |= {other: f"sick: {why}" for other, why in sick.items()}
         if not sick:
             return name, refused, None

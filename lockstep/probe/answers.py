@@ -1,12 +1,14 @@
 """Answers of chat completions, read strictly: each deviation from the API's format is listed."""
 
-import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.probe.http import Failure, Reply
 
+MAX_COUNT = 1 << 40
+"""Largest token count that is believed: arithmetic with larger ones overflows."""
 FINISH_REASONS = ("stop", "length", "tool_calls", "function_call", "content_filter")
 
 
@@ -174,7 +176,7 @@ class _Reader:
         if not isinstance(usage, dict):
             return
         counts = [usage.get(f"{name}_tokens") for name in ("prompt", "completion", "total")]
-        known = [count for count in counts if isinstance(count, int) and count >= 0]
+        known = [count for count in counts if isinstance(count, int) and 0 <= count <= MAX_COUNT]
         if len(known) < len(counts):
             self.violate("usage lacks a count of tokens")
             return
@@ -204,7 +206,8 @@ def _position(entry: Any) -> Position | None:
         token, logprob = (one.get("token"), one.get("logprob")) if isinstance(one, dict) else (0, 0)
         if not isinstance(token, str) or not isinstance(logprob, int | float):
             return None
-        if math.isnan(logprob):
+        # An integer of hundreds of digits has no float, and is larger than any.
+        if not -sys.float_info.max <= logprob <= sys.float_info.max:
             return None
         pairs.append((token, float(logprob)))
     return Position(*pairs[0], tuple(pairs[1:]))

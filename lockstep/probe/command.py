@@ -19,6 +19,7 @@ from lockstep.errors import ConfigError, choice_error, install_extra
 from lockstep.probe.html_page import page
 from lockstep.probe.report import Comparison, ServerReport, compare, text_of
 from lockstep.probe.run import Limits, probe_server, section_names
+from lockstep.probe.sections.needle import MAX_CONTEXT
 from lockstep.progress import progress_bar
 
 INTERRUPTED = 130
@@ -52,7 +53,7 @@ def probe(
     ] = 0.0,
     context: Annotated[
         int | None,
-        typer.Option(min=256, max=1 << 21, help="tokens of the longest prompt of the ladder"),
+        typer.Option(min=256, max=MAX_CONTEXT, help="tokens of the longest prompt of the ladder"),
     ] = None,
     timeout: Annotated[
         float, typer.Option(min=0.1, max=3600.0, help="maximum seconds of one request")
@@ -140,13 +141,14 @@ def command_line(words: list[str]) -> list[str]:
     """Return the command line for the report, without the values of API keys."""
     shown = ["lockstep", "probe"]
     hide = False
-    for word in words[1:]:
+    # `python -m lockstep.probe` has no word for the command.
+    for word in words[2 if words[1:2] == ["probe"] else 1 :]:
         name, equals, _ = word.partition("=")
         if hide:
             shown.append("...")
         elif name.endswith("api-key") and equals:
             shown.append(f"{name}=...")
-        elif word != "probe":
+        else:
             shown.append(shlex.quote(word))
         hide = not hide and name.endswith("api-key") and not equals
     return shown

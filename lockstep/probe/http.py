@@ -4,6 +4,7 @@ A reply that breaks a bound or the protocol becomes a Failure with a kind from a
 """
 
 import json
+import re
 import ssl
 import threading
 import time
@@ -29,6 +30,9 @@ MIN_SECTION = 60.0
 """Minimum seconds of a section, unless the whole budget ends before."""
 EXCERPT = 200
 """Characters of a server's text that a report quotes."""
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half of a character, which no file, terminal or request can have."""
+ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 REFUSED = "refused"
 OVERLOADED = "overloaded"
@@ -280,7 +284,7 @@ class Server:
                 return
             event = self._object(data, "broken stream")
             if "error" in event and event["error"]:
-                text = self.redact(json.dumps(event["error"]))[:EXCERPT]
+                text = self.redact(_json_text(event["error"]))[:EXCERPT]
                 raise _ReplyError("error in a stream", text)
             reply.events.append(event)
             reply.event_times.append(time.monotonic() - started)
@@ -323,6 +327,8 @@ class Server:
     def _object(self, data: bytes, kind: str) -> dict[str, Any]:
         try:
             value = json.loads(data, parse_constant=_no_constant)
+            if ESCAPED_SURROGATE.search(data):
+                value = json.loads(_without_surrogates(json.dumps(value, ensure_ascii=False)))
         except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
@@ -364,21 +370,45 @@ def _error_message(text: str) -> str | None:
         if inner is None:
             return None
         value = inner
-    return value if isinstance(value, str) else json.dumps(value)
+    return _without_surrogates(value) if isinstance(value, str) else _json_text(value)
+
+
+def _without_surrogates(text: str) -> str:
+    """Return a text with U+FFFD for each lone surrogate, which JSON can escape."""
+    return SURROGATE.sub("\ufffd", text)
+
+
+def _json_text(value: Any) -> str:
+    """Return a JSON value as text. A value that could be parsed may be too deep to be written."""
+    try:
+        return json.dumps(value)
+    except RecursionError:
+        return "nested too deeply"
 
 
 def _events(chunks: Iterator[bytes]) -> Iterator[bytes]:
     """Yield the data of server-sent events; comments and other fields are skipped."""
-    buffered = b""
     data: list[bytes] = []
+    for line in _lines(chunks):
+        if line.startswith(b"data:"):
+            data.append(line[5:].removeprefix(b" "))
+        elif not line and data:
+            yield b"\n".join(data).strip()
+            data = []
+    if data:
+        yield b"\n".join(data).strip()
+
+
+def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield lines without their ends. The last one need not end."""
+    # Appended to: a line of many small chunks is not copied again for each of them.
+    line = bytearray()
     for chunk in chunks:
-        *lines, buffered = (buffered + chunk).split(b"\n")
-        for line in lines:
-            line = line.rstrip(b"\r")
-            if line.startswith(b"data:"):
-                data.append(line[5:].removeprefix(b" "))
-            elif not line and data:
-                yield b"\n".join(data).strip()
-                data = []
-    if data or buffered.startswith(b"data:"):
-        yield b"\n".join([*data, buffered.removeprefix(b"data:")]).strip()
+        *ends, rest = chunk.split(b"\n")
+        for end in ends:
+            line += end
+            yield bytes(line).rstrip(b"\r")
+            line.clear()
+        line += rest
+    if line:
+        yield bytes(line).rstrip(b"\r")

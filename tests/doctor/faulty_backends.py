@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 
@@ -50,6 +51,13 @@ def illegal_instruction(x: Tensor, weight: Tensor, eps: float, offset: float = 0
 def hangs(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     if x.dim() == 3:
         time.sleep(3600)
+    return rms_norm(x, weight, eps, offset)
+
+
+@fault
+def hangs_at_exit(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    if x.dim() == 3:
+        threading.Thread(target=time.sleep, args=(3600,)).start()
     return rms_norm(x, weight, eps, offset)
 
 

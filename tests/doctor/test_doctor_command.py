@@ -2,6 +2,7 @@
 
 import json
 import socket
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from lockstep.doctor.children import Finding
 from lockstep.doctor.kernels import Examined, KernelReport
 from lockstep.kernels.selection import Replacement
 from lockstep.serve.telemetry.metrics import Metrics
+from lockstep.worker.device_rates import H200
 
 FINDING = Finding("rms_norm", "fast", "crash", "call", "1x80", "sm_86", ("blocking",), "SIGABRT")
 REPLACEMENT = Replacement("rms_norm", "fast", "triton", "crash at 1x80 on sm_86", 1.5)
@@ -81,6 +83,25 @@ def test_lines_of_the_system_have_a_remedy_where_not_all_is_well(
     assert lines["hub"].status == "note" and "cached" in lines["hub"].remedy
     bad = [line for line in lines.values() if line.status in ("warning", "fault")]
     assert all(line.remedy for line in bad)
+
+
+@pytest.mark.parametrize(
+    ("card", "bytes_per_second", "status"),
+    [
+        ("NVIDIA H200", 4.28e12, "ok"),
+        ("NVIDIA H200", 2.0e12, "warning"),
+        ("NVIDIA H100 PCIe", 1.8e12, "ok"),
+        ("NVIDIA A100-SXM4-40GB", 1.3e12, "ok"),
+        ("NVIDIA A100-SXM4-80GB", 1.3e12, "warning"),
+        ("NVIDIA L4", 0.3e12, "note"),
+    ],
+)
+def test_bandwidth_is_compared_with_the_cards_own(
+    monkeypatch: pytest.MonkeyPatch, card: str, bytes_per_second: float, status: str
+) -> None:
+    rates = replace(H200, memory=bytes_per_second)
+    monkeypatch.setattr(system, "measured_rates", lambda device: rates)
+    assert system._bandwidth(card, 0).status == status
 
 
 def test_metrics_name_replacements_and_their_cost() -> None:

@@ -7,10 +7,11 @@ import torch
 
 from lockstep.config import EngineConfig
 from lockstep.doctor.children import Children, Result
-from lockstep.doctor.examine import ASYNCHRONOUS, BLOCKING, Job
+from lockstep.doctor.examine import ASYNCHRONOUS, BLOCKING, Examiner, Job
 from lockstep.doctor.kernels import Doctor, backends_of, merge_modes
 from lockstep.doctor.needs import kernels_of
 from lockstep.kernels.backends import uses_numba
+from lockstep.kernels.formats.kv.table import kv_format
 from lockstep.kernels.health import health_path, read_health
 from lockstep.kernels.norm import rms_norm
 from lockstep.kernels.selection import BackendHealth, KernelSelection
@@ -61,6 +62,12 @@ def test_hang_is_named_after_the_time_limit() -> None:
     (finding,) = result.findings
     assert (finding.kind, finding.check, finding.case) == ("hang", "call", "4x3x64")
     assert "3 s" in finding.detail
+
+
+def test_process_that_does_not_exit_is_ended() -> None:
+    """It sent all of its results."""
+    result = examine(Children(ARCH, stage_seconds=3.0), "hangs_at_exit")
+    assert result.checks and not result.findings
 
 
 def test_fault_of_asynchronous_launches_alone_names_them(children: Children) -> None:
@@ -120,6 +127,39 @@ def test_sick_backends_are_replaced_and_remembered(
     assert name == "healthy" and chosen == replacement
     assert refused["aborts"].startswith("sick: crash at 1x80")
     assert selection.slowdown("rms_norm", "one_ulp_at_odd_rows", "healthy")
+
+
+def test_best_backend_of_each_need_is_examined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best backend of the second need does not serve the first one."""
+    from tests.doctor import faulty_backends
+
+    wide = KernelNeed("rms_norm", NEED.traits | {"width": 96})
+    monkeypatch.setattr(rms_norm, "backends", {"reference": rms_norm.backends["reference"]})
+    run = faulty_backends.FAULTS["healthy"]
+    rms_norm.backend("any", supports=lambda **traits: None)(run)
+    rms_norm.backend("narrow", supports=lambda width, **traits: "wide" * (width > 80) or None)(run)
+    served = backends_of([wide, NEED])
+    assert list(served) == [("rms_norm", name) for name in ("narrow", "any", "reference")]
+    monkeypatch.setattr(Children, "run", lambda self, jobs, progress: map(Result, jobs, [[]] * 9))
+    report = Doctor("cpu", save=False).examine([wide, NEED], lambda *progress: None)
+    assert [entry.backend for entry in report.examined] == ["narrow", "any"]
+
+
+def test_layers_of_each_cache_format_have_a_case_of_their_own() -> None:
+    """kv_cache_dtype_skip_layers mixes formats: layers of equal sizes have one name for all."""
+    format = kv_format("fp8", torch.float32)
+    assert format is not None
+    traits = {
+        "device": "cpu", "dtype": torch.float32, "heads": 4, "kv_heads": 2, "head_dim": 32,
+        "quantizers": None,
+    }  # fmt: skip
+    needs = [
+        KernelNeed("paged_attention", traits | {"quantizers": quantizers})
+        for quantizers in (None, (format.k, format.v))
+    ]
+    jobs = [Job("paged_attention", "reference", "cpu", chosen) for chosen in (needs, *zip(needs))]
+    counts = [len(list(Examiner(job, print)._cases())) for job in jobs]
+    assert counts[0] == counts[1] + counts[2]
 
 
 def test_op_without_a_healthy_backend_is_reported(children: Children) -> None:

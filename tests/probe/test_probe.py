@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from lockstep.cli import app
 from lockstep.errors import ConfigError
+from lockstep.probe.http import _events
 from lockstep.probe.report import ServerReport
 from lockstep.probe.run import Limits, probe_server
 from lockstep.probe.sections import SECTIONS, drift, speed
@@ -116,6 +117,49 @@ def test_broken_replies_are_named(wrong: str, name: str, monkeypatch: pytest.Mon
     with wrong_server(wrong) as (url, _):
         report = probe(url, "protocol", "stop", limits=limits)
     assert any(name in found for found in findings(report)), report.verdict
+
+
+def test_numbers_without_a_bound_end_no_probe() -> None:
+    """Integers of 400 digits have no float."""
+    with wrong_server("large numbers") as (url, _):
+        report = probe(url, "protocol", "logprobs", "speed", "needle")
+    named = findings(report)
+    assert named["usage lacks a count of tokens"] == "fault"
+    assert named["an entry of logprobs lacks its token, logprob or top_logprobs"] == "fault"
+
+
+def test_context_of_the_server_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.probe.sections.needle.MAX_CONTEXT", 2048)
+    with wrong_server("large context") as (url, _):
+        (section,) = probe(url, "needle").sections
+    assert 1500 < section.figures["longest prompt, tokens"] <= 2048
+
+
+def test_lone_surrogates_do_not_end_the_probe(tmp_path: Path) -> None:
+    """They become U+FFFD, so that stop strings can be sent and the report be written."""
+    path = tmp_path / "report.html"
+    with wrong_server("surrogate") as (url, _):
+        words = ("--url", url, "--sections", "stop,repetition", "--report", str(path))
+        shown = run(*words)
+    assert shown.exit_code == 1 and "an answer has broken characters" in shown.stdout
+    assert "an answer has broken characters" in path.read_text()
+
+
+def test_events_are_read_from_chunks_of_any_size() -> None:
+    stream = b": ping\r\n\r\ndata: a\ndata: b\n\ndata:c\r\n\r\nid: 1\ndata: d"
+    for size in (1, 2, 3, len(stream)):
+        chunks = (stream[i : i + size] for i in range(0, len(stream), size))
+        assert list(_events(chunks)) == [b"a\nb", b"c", b"d"]
+    # Two seconds would be too short to copy the line again for each of its chunks.
+    started = time.monotonic()
+    assert list(_events(b"a" * 64 for _ in range(1 << 18))) == []
+    assert time.monotonic() - started < 2
+
+
+def test_metrics_without_an_end_are_read_in_one_pass() -> None:
+    text = "vllm:spec_decode_num_draft_tokens{\n" * 20_000
+    started = time.monotonic()
+    assert drift.METRIC.findall(text) == [] and time.monotonic() - started < 2
 
 
 @pytest.mark.parametrize("wrong", ["", "drift", "no metrics"])

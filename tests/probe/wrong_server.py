@@ -160,6 +160,8 @@ class Model:
         """Return the entry of logprobs for one token."""
         wrong = self.state.wrong
         values = [-0.05, -4.0, -5.0]
+        if wrong == "large numbers":
+            values = [10**400, -4.0, -5.0]
         if wrong == "sum":
             values = [-0.05, -0.4, -0.5]
         if wrong == "unsorted":
@@ -172,6 +174,8 @@ class Model:
     def usage(self) -> dict[str, int]:
         """Return the token counts: four characters of a prompt are a token."""
         prompt = len(self.prompt) // 4
+        if self.state.wrong == "large numbers":
+            prompt = 10**400
         if self.state.wrong == "cut prompt":
             prompt = min(prompt, WINDOW)
         count = max(len(self.tokens), 1)
@@ -183,7 +187,8 @@ class Model:
 
     def completion(self) -> dict[str, Any]:
         """Return the body of a plain reply."""
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(self.tokens)}
+        content = "\ud800 " * (self.state.wrong == "surrogate") + "".join(self.tokens)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
         if self.calls:
             message = {"role": "assistant", "content": None, "tool_calls": self.calls}
         choice = {"index": 0, "message": message, "finish_reason": self.finish}
@@ -219,7 +224,8 @@ def wrong_server(wrong: str, key: str | None = None) -> Iterator[tuple[str, Stat
         def do_GET(self) -> None:
             """List the model."""
             if self.path == "/v1/models":
-                answer(self, 200, {"data": [{"id": "stub", "max_model_len": 4096}]})
+                length = 10**400 if wrong == "large context" else 4096
+                answer(self, 200, {"data": [{"id": "stub", "max_model_len": length}]})
             elif self.path == "/metrics" and wrong != "no metrics":
                 counts = (3 * state.requests, 4 * state.requests)
                 names = ("accepted_tokens_total", "draft_tokens_total")

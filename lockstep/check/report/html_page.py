@@ -206,15 +206,18 @@ def _tuples(report: Report) -> str:
     if tuples is None:
         return ""
     parts = [f"<p>{escape(tuples.summary())}.</p>"]
-    unmet = tuples.unmet()
-    for title, lines in (
-        ("Features that no request had", tuples.unmet_values()),
-        ("Not met", unmet),
-        ("Excluded", [f"{reason}: {count}" for reason, count in tuples.excluded().items()]),
+    values = tuples.unmet_values()
+    # Of tuples that were not met, the first ones are listed.
+    num_unmet = tuples.num_feasible - tuples.num_met
+    excluded = tuples.excluded()
+    for title, number, lines in (
+        ("Values that no request had", len(values), values),
+        ("Not met", num_unmet, tuples.unmet()),
+        ("Excluded", sum(excluded.values()), [f"{why}: {n}" for why, n in excluded.items()]),
     ):
         items = "".join(f"<li>{escape(line)}</li>" for line in lines)
         if items:
-            summary = f"<summary>{escape(title)}: {len(lines)}</summary>"
+            summary = f"<summary>{escape(title)}: {number:,}</summary>"
             parts.append(f'<details>{summary}<ul class="soft">{items}</ul></details>')
     return "".join(parts)
 

@@ -200,22 +200,6 @@ class CoveringArray:
             self.uncovered[order] = False
 
 
-class Tuples:
-    """Tuples of values that rows had."""
-
-    def __init__(self, size: int, strength: int) -> None:
-        self.strength = strength
-        self.has: Bools = np.zeros((size,) * strength, np.bool_)
-
-    def add(self, row: Sequence[int]) -> None:
-        """Add all tuples of a row."""
-        self.has[np.ix_(*[list(row)] * self.strength)] = True
-
-    def count(self, among: Bools) -> int:
-        """Return how many of the tuples in a mask there are, each counted once."""
-        return count_tuples(self.has & among)
-
-
 def count_tuples(mask: Bools) -> int:
     """Return the number of tuples in a symmetric mask, each counted once."""
     return int(mask.sum()) // factorial(mask.ndim)
@@ -296,11 +280,15 @@ class CoveringPlan:
         if engine is None:
             self._give_up(wanted)
             return
-        for number in range(self.per_engine):
-            scenario = self._scenario(engine, wanted if number == 0 else array.next_tuple(engine))
-            if scenario is None:
-                self._give_up(wanted)
-                return
+        scenario = self._scenario(engine, wanted)
+        if scenario is None:
+            self._give_up(wanted)
+            return
+        self._scenarios.append(scenario)
+        for _ in range(self.per_engine - 1):
+            # A tuple that this engine cannot have is tried again with an engine of its own. The
+            # engine still gets all of its scenarios, since shards count them.
+            scenario = self._scenario(engine, array.next_tuple(engine)) or scenario
             self._scenarios.append(scenario)
         if array.is_complete and self._complete_at is None:
             self._complete_at = len(self._scenarios)

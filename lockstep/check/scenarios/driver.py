@@ -1,12 +1,12 @@
 """Driver of a scenario: steps an engine, and disturbs its requests in the phases that they name."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from lockstep.check.engines import CheckEngine, Completion
+from lockstep.check.scenarios.features import FAILURE, Event
 from lockstep.check.scenarios.invariants import (
     ANOTHER_ROW,
     CheckedScheduler,
@@ -43,8 +43,6 @@ REUSED_IDS = "ids used again"
 FAILED_STEPS = "steps that raised"
 OTHER_ROWS = "returns under another row"
 """Names of counters in a report."""
-Event = tuple[str, str]
-"""Feature and value that a request had: see features.py."""
 
 
 class InjectedError(RuntimeError):
@@ -112,6 +110,10 @@ class Progress:
         return self.completion.aborted or self.completion.request.finish_reason is not None
 
 
+Remake = Callable[[Progress], Progress]
+"""Maker of a second request with the id of an ended one."""
+
+
 def phase_of(engine: Engine, request_id: str) -> str:
     """Return the phase of a request; "" if it has ended, or has a row and no chunk yet."""
     scheduler = engine.scheduler
@@ -143,11 +145,10 @@ class Driver:
         assert isinstance(scheduler, CheckedScheduler)
         self.scheduler = scheduler
 
-    def drive(self, completions: list[Progress], remake: Any) -> None:
+    def drive(self, completions: list[Progress], remake: Remake) -> None:
         """Step the engine until all completions have ended.
 
-        remake: makes a Progress for a second request with the id of an ended one. Raises what the
-        engine raises, and InvariantError.
+        Raises what the engine raises, and InvariantError.
         """
         waiting = sorted(completions, key=lambda one: one.request.arrival)
         with self._failing():
@@ -186,7 +187,7 @@ class Driver:
         except InjectedError:
             self.events[FAILED_STEPS] += 1
             for request_id in self.scheduler.begun():
-                self._latest[request_id].events.add(("failure", self.failing.point))
+                self._latest[request_id].events.add((FAILURE, self.failing.point))
             for request in self.engine.recover():
                 raise InvariantError(f"a failed step ended {request.id}: {request.error}") from None
             return

@@ -17,7 +17,8 @@ from lockstep.check.matrix.setups import SCENARIO, Setup
 from lockstep.check.report.coverage import Coverage
 from lockstep.check.report.progress import Progress
 from lockstep.check.report.report import Failure, Report, Tally
-from lockstep.check.scenarios.driver import FAILED_STEPS, OTHER_ROWS, REUSED_IDS, Event
+from lockstep.check.scenarios.driver import FAILED_STEPS, OTHER_ROWS, REUSED_IDS
+from lockstep.check.scenarios.features import Event
 from lockstep.check.scenarios.generator import GeneratedScenario, ScenarioGenerator, met_values
 from lockstep.check.scenarios.met_tuples import MetTuples
 from lockstep.check.scenarios.runner import ScenarioRunner

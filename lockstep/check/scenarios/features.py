@@ -168,8 +168,8 @@ COMPANION_DRAFTERS = ("ngram", "suffix", "prediction", "mtp")
 _DRAFTING = ("1", "2", "3", "7", "15")
 _CACHED = ("on device", "in host memory", "generated", "without a snapshot")
 _MOVED = ("in the prompt", "after the prompt", "in the answer", "twice")
-_THOUGHTS = ("thought cut", "thought ends")
-_ABORTS = ("waiting", "in the prompt", "in the answer", "in flight", "in host memory")
+THOUGHTS = ("thought cut", "thought ends")
+"""Values of "prompt" whose answers begin with a thought."""
 
 
 def _excludes(
@@ -248,11 +248,11 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "only the longest prompts reach max_model_len soon",
     ),
     _excludes(
-        ("prompt size", "1"), ("prompt", ("template", *_THOUGHTS)), "a template writes many tokens"
+        ("prompt size", "1"), ("prompt", ("template", *THOUGHTS)), "a template writes many tokens"
     ),
     _excludes(
         ("prompt size", "window to a page end"),
-        ("prompt", ("template", *_THOUGHTS)),
+        ("prompt", ("template", *THOUGHTS)),
         "a template has its own number of tokens",
     ),
     _excludes(
@@ -367,10 +367,6 @@ class FeatureTable:
 
     features: tuple[Feature, ...]
     exclusions: tuple[Exclusion, ...] = EXCLUSIONS
-
-    def at(self, level: Level) -> tuple[Feature, ...]:
-        """Return the features of a level."""
-        return tuple(feature for feature in self.features if feature.level is level)
 
 
 def feature_table(

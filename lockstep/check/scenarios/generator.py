@@ -9,7 +9,6 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from lockstep.check.companions import AS_SERVED, ATTENTION, MIXTURE, NUMERICS
 from lockstep.check.drafters import ANSWERS_KEPT
@@ -21,7 +20,7 @@ from lockstep.check.scenarios.features import (
     FeatureTable,
     feature_table,
 )
-from lockstep.check.scenarios.request_writer import Family, RequestWriter
+from lockstep.check.scenarios.request_writer import Family, RequestWriter, WrittenRequest
 from lockstep.check.scenarios.scenario import (
     MAX_HOST_PAGES,
     MAX_PAGES,
@@ -196,15 +195,14 @@ class ScenarioGenerator:
         )
 
     def _warm_prefixes(
-        self, rng: random.Random, limits: Limits, written: list[Any]
+        self, rng: random.Random, limits: Limits, written: list[WrittenRequest]
     ) -> tuple[WarmPrefix, ...]:
         """Return the prompts that run first. Those that are meant to be evicted come before all."""
-        evicted = [
-            w for one in written if one.values.get("prefix") == "in host memory" for w in one.warm
-        ]
-        kept = [
-            w for one in written if one.values.get("prefix") != "in host memory" for w in one.warm
-        ]
+        evicted: list[WarmPrefix] = []
+        kept: list[WarmPrefix] = []
+        for one in written:
+            is_evicted = one.values.get("prefix") == "in host memory"
+            (evicted if is_evicted else kept).extend(one.warm)
         fillers = []
         if evicted:
             for _ in range(-(-limits.pages // FILLER_PAGES)):

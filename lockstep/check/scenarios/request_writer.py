@@ -9,6 +9,7 @@ from lockstep.check.engines import Conversation, rendered
 from lockstep.check.judges.answers import Answer
 from lockstep.check.judges.plain_runs import SERVED, PlainRuns
 from lockstep.check.random_adapters import NAMES
+from lockstep.check.scenarios.features import THOUGHTS
 from lockstep.check.scenarios.scenario import (
     IN_ANSWER,
     IN_PROMPT,
@@ -40,7 +41,6 @@ CUT_TOKENS = 14
 """max_tokens of the answers that max_model_len cuts."""
 GRAMMAR_TOKENS = (10, 20, 30)
 """max_tokens of answers with a grammar."""
-THOUGHTS = ("thought cut", "thought ends")
 BUDGETS = (0, 2, 5)
 """Maximum tokens of thoughts."""
 SALT = "of another"
@@ -105,6 +105,11 @@ class Draft:
     def is_usual(self, name: str, usual: str = "off") -> bool:
         """Return whether a feature has its usual value."""
         return self.values[name] == usual
+
+    @property
+    def max_output_tokens(self) -> int:
+        """Return the tokens that max_model_len leaves to the answer."""
+        return MAX_MODEL_LEN - len(self.prompt)
 
     @property
     def thinks(self) -> bool:
@@ -313,7 +318,7 @@ class RequestWriter:
         rng = draft.rng
         length = len(draft.prompt)
         size = draft.values["answer size"]
-        max_output_tokens = MAX_MODEL_LEN - length
+        max_output_tokens = draft.max_output_tokens
         if size == "1":
             return 1
         if size == "cut":
@@ -345,11 +350,8 @@ class RequestWriter:
             ("allowed ids", ("allowed_token_ids",)),
             ("grammar", ("structured_outputs",)),
         ):
-            max_output_tokens = MAX_MODEL_LEN - len(draft.prompt)
-            params = {
-                **draft.params,
-                "max_tokens": min(draft.params["max_tokens"], max_output_tokens),
-            }
+            max_tokens = min(draft.params["max_tokens"], draft.max_output_tokens)
+            params = {**draft.params, "max_tokens": max_tokens}
             answers = self.runs(draft).answers(
                 draft.prompt, SamplingParams(**params), draft.conversation
             )
@@ -491,8 +493,7 @@ def _stops(writer: RequestWriter, draft: Draft) -> None:
     if not draft.is_usual("min_tokens", "0"):
         some = max(1, first + rng.choice((0, 0, 0, 1, -1, -2)))
         # max_model_len may cut the answer.
-        max_output_tokens = MAX_MODEL_LEN - len(draft.prompt)
-        draft.params["min_tokens"] = min(some, draft.params["max_tokens"], max_output_tokens)
+        draft.params["min_tokens"] = min(some, draft.params["max_tokens"], draft.max_output_tokens)
 
 
 def _grammar(writer: RequestWriter, draft: Draft) -> None:

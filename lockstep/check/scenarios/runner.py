@@ -17,7 +17,8 @@ from lockstep.check.engines import CheckEngine, Completion
 from lockstep.check.judges.answers import FORCED, Answer, count_events
 from lockstep.check.judges.digests import LogitDigests
 from lockstep.check.judges.plain_runs import PlainRuns
-from lockstep.check.scenarios.driver import Driver, Event, Progress
+from lockstep.check.scenarios.driver import Driver, Progress
+from lockstep.check.scenarios.features import Event
 from lockstep.check.scenarios.invariants import CheckedScheduler, InvariantError, check_no_leaks
 from lockstep.check.scenarios.inventory import rows_and_units
 from lockstep.check.scenarios.scenario import Kind, Scenario, ScenarioRequest

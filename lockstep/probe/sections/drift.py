@@ -1,5 +1,6 @@
 """Drift: the same requests for some minutes; their answers, speed and acceptance over time."""
 
+import math
 import re
 import time
 
@@ -16,7 +17,7 @@ REQUESTS_PER_MINUTE = (len(PROMPTS) + 1) * 60 / INTERVAL
 SLOWER = 0.7
 """Speed of the last quarter relative to the first, below which it is a finding."""
 METRIC = re.compile(
-    r"^vllm:spec_decode_num_(accepted|draft)_tokens(?:_total)?(?:\{[^}]*\})?\s+([\d.eE+-]+)",
+    r"^vllm:spec_decode_num_(accepted|draft)_tokens(?:_total)?(?:\{[^}\n]*\})?[ \t]+([\d.eE+-]+)",
     re.MULTILINE,
 )
 
@@ -71,7 +72,8 @@ def _drafts(session: Session) -> tuple[float, float] | None:
             totals[kind] += float(value)
         except ValueError:
             return None
-    return (totals["accepted"], totals["draft"]) if matches else None
+    is_known = matches and all(math.isfinite(total) for total in totals.values())
+    return (totals["accepted"], totals["draft"]) if is_known else None
 
 
 def _report(

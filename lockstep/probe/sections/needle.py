@@ -14,6 +14,10 @@ RESERVED = 96
 """Tokens of the context that the question and the answer need."""
 DEFAULT_CONTEXT = 131_072
 """Tokens of the last rung unless the user or the server limits it."""
+MAX_CONTEXT = 1 << 21
+"""Maximum tokens of the last rung, whatever context length the server names."""
+MAX_CHARS_PER_TOKEN = 16.0
+"""Maximum characters of a prompt per token: a server that counts too few gets no larger prompts."""
 FILLER = (
     "The river runs past the mill and the old stone bridge. ",
     "In the evening the market closes and the lamps are lit. ",
@@ -31,8 +35,7 @@ def run(session: Session, section: Section) -> None:
     if chars_per_token is None:
         return
     limit = session.max_context or session.max_model_len or DEFAULT_CONTEXT
-    if session.max_model_len:
-        limit = min(limit, session.max_model_len)
+    limit = min(limit, session.max_model_len or MAX_CONTEXT, MAX_CONTEXT)
     rows: list[tuple[int, float, bool, float]] = []
     try:
         for size in _sizes(limit - RESERVED):
@@ -64,7 +67,8 @@ def _measure(session: Session, section: Section, code: str) -> float | None:
         why = failure.detail if failure else "the server does not count the tokens of a prompt"
         section.unsupported["needle ladder"] = why
         return None
-    return (len(prompts[1]) - len(prompts[0])) / (counts[1] - counts[0])
+    chars_per_token = (len(prompts[1]) - len(prompts[0])) / (counts[1] - counts[0])
+    return min(chars_per_token, MAX_CHARS_PER_TOKEN)
 
 
 def _sizes(limit: int) -> Iterator[int]:

@@ -131,6 +131,29 @@ def test_planned_tuples_that_do_not_occur_are_planned_again() -> None:
     assert met.to_json()["of"] == met.num_feasible and f"{met.num_met:,} of" in met.summary()
 
 
+def test_only_a_tuple_that_begins_an_engine_is_called_impossible() -> None:
+    """Each pair of (limit x, a, b) is allowed alone, and the three are not allowed together."""
+    features = (
+        Feature("engine", Level.ENGINE, ("1",), ""),
+        Feature("limit", Level.LIMITS, ("x", "y"), ""),
+        Feature("first", Level.REQUEST, ("a", "b"), ""),
+        Feature("second", Level.REQUEST, ("a", "b", "c"), ""),
+    )
+    exclusions = (
+        Exclusion(("limit", ("x",)), ("second", ("b", "c")), "x needs a"),
+        Exclusion(("first", ("b",)), ("second", ("a",)), "they do not fit"),
+    )
+    for seed in range(20):
+        plan = CoveringPlan(FeatureTable(features, exclusions), 2, seed, 3, 1)
+        total = plan.num_scenarios
+        names = [{plan.values.names[n] for n in row} for row in plan.impossible]
+        assert names == [{("limit", "x"), ("first", "b")}]
+        rows = [row for i in range(total) for row in plan.scenario(i).rows()]
+        had = {pair for row in rows for pair in combinations(row, 2)}
+        assert count_tuples(plan.feasible) == len({tuple(sorted(pair)) for pair in had})
+        assert total % 3 == 0
+
+
 def test_values_that_depend_on_the_run_need_an_event() -> None:
     values = {"prefix": "on device", "preempted": "never", "return": "later", "top_k": "40"}
     assert met_values(values, set()) == {"preempted": "never", "top_k": "40"}
