@@ -140,12 +140,14 @@ def _add_values(
                     acc1 = fma(weight, vload_part(dtype, value, d + LANES, dim), acc1)
                 if d + 2 * LANES < dim:
                     acc2 = fma(weight, vload_part(dtype, value, d + 2 * LANES, dim), acc2)
+                if d + 3 * LANES < dim:
+                    acc3 = fma(weight, vload_part(dtype, value, d + 3 * LANES, dim), acc3)
         vstore(F32, out, d, acc0)
         if d + LANES < dim:
             vstore(F32, out, d + LANES, acc1)
         if d + 2 * LANES < dim:
             vstore(F32, out, d + 2 * LANES, acc2)
-        if in_range:
+        if d + 3 * LANES < dim:
             vstore(F32, out, d + 3 * LANES, acc3)
 
 
