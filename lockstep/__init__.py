@@ -22,7 +22,8 @@ __all__ = [
     "__version__",
 ]
 
-# libgomp reads it when torch is imported. "passive" makes waiting threads yield their core.
+# libgomp reads it when torch is imported. "passive" makes waiting threads yield their core: 181 ms
+# of CPU per token instead of 1,065 on two busy cores. See docs/decisions/0009.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 

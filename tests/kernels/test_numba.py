@@ -121,6 +121,17 @@ def test_thread_count_changes_no_bit() -> None:
         assert torch.equal(product, results[0][0]) and torch.equal(attended, results[0][1])
 
 
+@pytest.mark.parametrize("dim", [1, 17, 40, 56, 80, 120])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attention_of_every_remainder_of_dims(dim: int, dtype: torch.dtype) -> None:
+    """Values are added 64 dims at a time: the last 64 may end in any of their four vectors."""
+    batch = paged(((0, 40), (300, 9)), 6, 2, dim, 16, dtype)
+    actual = paged_attention.backends["numba"].run(**batch)
+    expected = paged_attention.reference(**batch)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
 def test_attention_leaves_padding_tokens_alone() -> None:
     """A padded step has more tokens than its rows: no row's lengths may be read past the last."""
     batch = paged(((0, 3), (300, 2)), 4, 2, 32, 16, torch.float32)
@@ -130,11 +141,14 @@ def test_attention_leaves_padding_tokens_alone() -> None:
     assert torch.equal(attend(**batch | {"q": q})[:5], expected)
 
 
-def test_kernels_on_disk_depend_on_the_vector_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_on_disk_depend_on_the_files_that_they_inline() -> None:
     """An edit of a function that kernels inline must not leave old machine code in use."""
     stamp = ELEMENTWISE["exp"]._cache._cache_file._source_stamp
-    assert stamp[1] == compiler._package_stamp()
-    assert {name for name, *_ in stamp[1]} >= {"vectors.py", "functions.py", "compiler.py"}
+    assert stamp[1] == compiler._inlined_stamp()
+    names = {name for name, *_ in stamp[1]}
+    assert names >= {"simd/vectors.py", "simd/functions.py", "simd/compiler.py"}
+    # rotary and gated_delta_rule inline its norm_row and gated_norm_row.
+    assert "norm/numba_kernels.py" in names
 
 
 def test_backends_load_without_numba() -> None:

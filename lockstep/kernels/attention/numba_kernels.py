@@ -49,17 +49,17 @@ def _score(dtype, q, k, dim):
 
 
 @inline
-def _weigh(scores, count):
+def _softmax_weights(scores, count):
     """Replace a split's scores by exp(score - maximum). Returns (maximum, sum of the weights)."""
     # Lanes past the last key get weight 0: exp(-inf).
     padded = -(-count // LANES) * LANES
     for j in range(count, padded):
         store(F32, scores, j, LOWEST)
-    top = splat(LOWEST)
+    lane_max = splat(LOWEST)
     for j in range(0, padded, LANES):
         # A NaN score stays a NaN weight, whatever the maximum is.
-        top = vmax(top, vload(F32, scores, j))
-    row_max = max(max_lanes(top), MIN_SCORE)
+        lane_max = vmax(lane_max, vload(F32, scores, j))
+    row_max = max(max_lanes(lane_max), MIN_SCORE)
     shift = splat(row_max)
     total = zeros()
     for j in range(0, padded, LANES):
@@ -75,7 +75,7 @@ def _attend(dtype, size, q, k_cache, v_cache, pages, page_size, kv_heads, head, 
 
     q: [D] fp32, scaled. head: the KV head. scratch: SPLIT scores, then two vectors of D padded
     elements, the split's output and the total. The total is left in the last one, not divided.
-    Returns (the total's sum, its maximum).
+    Returns the total's sum of weights.
     """
     scores = scratch
     padded = -(-dim // LANES) * LANES
@@ -90,7 +90,7 @@ def _attend(dtype, size, q, k_cache, v_cache, pages, page_size, kv_heads, head, 
             slot = load_int32(pages, token // page_size) * page_size + token % page_size
             key = k_cache + (slot * kv_heads + head) * dim * size
             store(F32, scores, j, _score(dtype, q, key, dim))
-        split_max, split_sum = _weigh(scores, count)
+        split_max, split_sum = _softmax_weights(scores, count)
         _add_values(
             dtype, size, scores, split_out, v_cache, pages, page_size, kv_heads, head, dim, first,
             count,
@@ -140,12 +140,14 @@ def _add_values(
                     acc1 = fma(weight, vload_part(dtype, value, d + LANES, dim), acc1)
                 if d + 2 * LANES < dim:
                     acc2 = fma(weight, vload_part(dtype, value, d + 2 * LANES, dim), acc2)
+                if d + 3 * LANES < dim:
+                    acc3 = fma(weight, vload_part(dtype, value, d + 3 * LANES, dim), acc3)
         vstore(F32, out, d, acc0)
         if d + LANES < dim:
             vstore(F32, out, d + LANES, acc1)
         if d + 2 * LANES < dim:
             vstore(F32, out, d + 2 * LANES, acc2)
-        if in_range:
+        if d + 3 * LANES < dim:
             vstore(F32, out, d + 3 * LANES, acc3)
 
 

@@ -47,11 +47,11 @@ class RendezvousStore(dist.Store):
 
     def _key(self, key: str) -> str:
         """Return the key with the number of the exchange in this group."""
-        found = _NUMBER.search(key)
-        if found is None:
+        match = _NUMBER.search(key)
+        if match is None:
             return key
-        number = self._numbers.setdefault(found[1], len(self._numbers))
-        return f"{key[: found.start()]}/{number}{key[found.end() :]}"
+        number = self._numbers.setdefault(match[1], len(self._numbers))
+        return f"{key[: match.start()]}/{number}{key[match.end() :]}"
 
     def set(self, key: str, value: bytes) -> None:
         """See Store. torch calls the methods of this class from C++."""

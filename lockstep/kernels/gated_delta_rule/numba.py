@@ -32,10 +32,13 @@ def gated_delta_step_numba(
     written = folded_after(starts, folded, flush, state.grid, committed).int()
     lengths = torch.full_like(starts, window) if committed is None else committed
     lengths = lengths.int()
-    slots, starts, folded = slots.long(), starts.int(), folded.int()
-    (mixed, *mixed_stride), (z, *z_stride), (b, *b_stride), (a, *a_stride) = (
-        token_stride(x) for x in (mixed, z, b, a)
-    )
+    slots = slots.long()
+    starts = starts.int()
+    folded = folded.int()
+    mixed, mixed_stride = token_stride(mixed)
+    z, z_stride = token_stride(z)
+    b, b_stride = token_stride(b)
+    a, a_stride = token_stride(a)
     taps = weights.conv.t().contiguous()
     operands = (
         *(x.data_ptr() for x in (mixed, z, b, a, taps, weights.a_log, weights.dt_bias)),
@@ -43,7 +46,7 @@ def gated_delta_step_numba(
         *(x.data_ptr() for x in (state.recurrent, state.conv, state.u, state.k, state.decay)),
         *(x.data_ptr() for x in (slots, starts, folded, written, lengths, out)),
         window, *state.sizes(), len(taps) - 1, state.conv.shape[1], state.k.shape[1], state.grid,
-        *mixed_stride, *z_stride, *b_stride, *a_stride, weights.eps, int(committed is not None),
+        mixed_stride, z_stride, b_stride, a_stride, weights.eps, int(committed is not None),
     )  # fmt: skip
     kernel = KERNELS[mixed.dtype, state.recurrent.dtype]
     split_range(rows, lambda begin, end: kernel(*operands, begin, end))

@@ -159,8 +159,10 @@ def gated_delta_chunk_triton(
     chunks, first_chunks = list_chunks(out, cu_seqlens, state_slots)
     n = len(chunks)
     # Operands of products have the model's dtype; see chunk_kernels.py for their order in memory.
-    inputs, w = mixed.new_empty(tokens, channels), mixed.new_empty(tokens, hv, k)
-    u, scores = mixed.new_empty(n, hv, v, GRID), mixed.new_empty(n, hv, GRID, GRID)
+    inputs = mixed.new_empty(tokens, channels)
+    w = mixed.new_empty(tokens, hv, k)
+    u = mixed.new_empty(n, hv, v, GRID)
+    scores = mixed.new_empty(n, hv, GRID, GRID)
     chunk_states = mixed.new_empty(n, hv, v, k)
     g_cumsum = torch.empty(n, hv, GRID, **f32)
     exact: dict[str, Any] = dict(GRID=GRID, enable_fp_fusion=False)
