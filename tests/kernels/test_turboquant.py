@@ -230,8 +230,8 @@ def assembly_backends():
     return [
         param
         for param in backends()
-        if param.values[0].interpreted or param.values[0].device == "cuda"
-        if param.values[0].dtype == torch.bfloat16 or param.values[0].interpreted
+        if param.values[0].interpreted
+        or (param.values[0].on_gpu and param.values[0].dtype == torch.bfloat16)
     ]
 
 
