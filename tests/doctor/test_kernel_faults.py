@@ -67,7 +67,7 @@ def test_hang_is_named_after_the_time_limit() -> None:
 
 def test_process_that_does_not_exit_is_ended() -> None:
     """It sent all of its results."""
-    result = examine(Children(ARCH, stage_seconds=3.0), "hangs_at_exit")
+    result = examine(Children(ARCH, stage_seconds=10.0), "hangs_at_exit")
     assert result.checks and not result.findings
 
 
