@@ -43,7 +43,9 @@ FILLS = (255, 0)
 """Bytes of new memory in the check of bounds. The first call may have had memory with one of them.
 """
 LOAD_SIZE = 4096
-"""Rows and columns of the matrices that the second stream multiplies."""
+"""Rows and columns of the product that the second stream computes."""
+LOAD_DEPTH = 16384
+"""Length of its sums: the product takes 0.8 ms of an H200, longer than a host takes for a call."""
 ASYNCHRONOUS = "asynchronous"
 BLOCKING = "blocking"
 
@@ -370,14 +372,15 @@ class Examiner:
 def second_stream_load() -> Iterator[Callable[[], None]]:
     """Give a function that adds work to a second stream: a matrix product and a copy."""
     stream = torch.cuda.Stream()
-    a = torch.ones(LOAD_SIZE, LOAD_SIZE, dtype=torch.float16, device="cuda")
-    product = torch.empty_like(a)
+    a = torch.ones(LOAD_SIZE, LOAD_DEPTH, dtype=torch.float16, device="cuda")
+    b = torch.ones(LOAD_DEPTH, LOAD_SIZE, dtype=torch.float16, device="cuda")
+    product = torch.empty(LOAD_SIZE, LOAD_SIZE, dtype=torch.float16, device="cuda")
     copied = torch.empty_like(a)
     stream.wait_stream(torch.cuda.current_stream())
 
     def add_load() -> None:
         with torch.cuda.stream(stream):
-            torch.mm(a, a, out=product)
+            torch.mm(a, b, out=product)
             copied.copy_(a)
 
     yield add_load
