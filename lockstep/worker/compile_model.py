@@ -72,7 +72,7 @@ def compile_model(
     progress("planning", 0, 1)
     dry_engine = DryEngine(config, checkpoint, limits, weight_format, card, known)
     if arch is None:
-        limits = plan_memory(config, limits, dry_engine, ALONE).limits
+        limits = plan_memory(config, limits, dry_engine, ALONE).sized(limits, config)
     else:
         limits, _ = plan(config, limits, dry_engine, total)
     began = time.monotonic()

@@ -119,7 +119,9 @@ class WorkerStartup:
             if not _sizes_are_set(config):
                 self.planned = plan_memory(config, self.limits, make(), group)
             if group.index == 0:  # all ranks launch the same kernels
-                limits = self.planned.limits if self.planned else self.limits
+                limits = self.limits
+                if self.planned is not None:
+                    limits = self.planned.sized(limits, config)
                 self.compiler = StartCompiler(config, limits, architecture_of("cuda"), make)
         dtype = getattr(torch, self.limits.dtype)
         self.build = BuildContext(
@@ -220,15 +222,15 @@ class WorkerStartup:
 
 @dataclass(frozen=True)
 class Planned:
-    """Memory plan with its planner, and the bytes that it was made for.
-
-    limits: largest steps by the plan.
-    """
+    """Memory plan with its planner, and the bytes that it was made for."""
 
     planner: Planner
     plan: MemoryPlan
     available: int
-    limits: StepLimits
+
+    def sized(self, limits: StepLimits, config: EngineConfig) -> StepLimits:
+        """Return the limits with the plan's rows and tokens of a step."""
+        return sized(limits, config, self.plan.entry.rows, self.plan.entry.tokens)
 
 
 @dataclass(frozen=True)
@@ -282,8 +284,7 @@ def plan_memory(
     plan = planner.plan(available)
     if sum(dry_engine.fixed.values()) > available:
         raise shortage(plan)
-    planned_limits = sized(limits, config, plan.entry.rows, plan.entry.tokens)
-    return Planned(planner, plan, available, planned_limits)
+    return Planned(planner, plan, available)
 
 
 @dataclass(frozen=True)
