@@ -272,6 +272,16 @@ def test_explain_error_names_known_architectures(model: str) -> None:
         run("explain", "--arch", "sm_86", "--gpu-memory-bytes", "24Q", "--model", model)
 
 
+def test_compile_without_a_gpu_needs_an_architecture(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"arch is missing.*Pass --arch"):
+        run("compile", "--model", model)
+    with pytest.raises(ConfigError, match="sm_80.*sm_121"):
+        run("compile", "--arch", "sm_75", "--model", model)
+
+
 def test_bench_ends_with_one_line_of_json(model: str) -> None:
     shown = run(
         *("bench", "--input-len", "70", "--output-len", "6", "--batch-size", "2"),

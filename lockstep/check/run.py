@@ -85,6 +85,7 @@ def _sections(
         # Engines of the companions are built in less time than a scenario takes.
         per_engine=1 if is_bundled and plain.graph_modes == ("none",) else 2,
         num_requests=size.requests,
+        num_ranks=settings.get("tensor_parallel_size") or 1,
     )
     report.num_scenarios = effort.num_scenarios(generator)
     examiner = _examiner(runs, adapters, model, settings, report, companions)

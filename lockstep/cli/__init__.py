@@ -9,6 +9,7 @@ from lockstep.cli.bench import bench
 from lockstep.cli.chat import chat
 from lockstep.cli.check import check as run_check
 from lockstep.cli.command import PlainCommand, PlainGroup, group_with_default
+from lockstep.cli.compile import compile
 from lockstep.cli.configuration import configuration
 from lockstep.cli.doctor import doctor
 from lockstep.cli.explain import explain
@@ -56,7 +57,7 @@ check = typer.Typer(
 )
 check.command("all", cls=FlagCommand, epilog=epilog())(run_check)
 check.command(cls=FlagCommand, epilog=epilog())(quality)
-for command in (serve, generate, chat, explain, doctor):
+for command in (serve, generate, chat, explain, compile, doctor):
     app.command(cls=FlagCommand, epilog=epilog())(command)
 app.command(cls=PlainCommand)(pull)
 app.command("list", cls=PlainCommand)(list_models)

@@ -35,7 +35,7 @@ def explain(
 
     With --arch, plan for a GPU that this machine does not have, from config.json alone.
     """
-    total = _total(arch, gpu_memory_bytes)
+    total = read_gpu_memory(arch, gpu_memory_bytes)
     if arch is not None:
         _show_planned(settings, arch, total, json)
         return
@@ -57,7 +57,7 @@ def explain(
         console.print(f"note: {note}", markup=False, soft_wrap=True)
 
 
-def _total(arch: str | None, text: str | None) -> int | None:
+def read_gpu_memory(arch: str | None, text: str | None) -> int | None:
     """Return the memory of the planned GPU in bytes. Raises ConfigError."""
     if text is None:
         return None

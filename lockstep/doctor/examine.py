@@ -39,8 +39,13 @@ LOADED_CALLS = 20
 """Calls under the load of a second stream."""
 REPEATED = {"cuda": 40, "cpu": 3}
 """Repetitions of all rows in the largest batch: on a GPU more than a tile has rows."""
+FILLS = (255, 0)
+"""Bytes of new memory in the check of bounds. The first call may have had memory with one of them.
+"""
 LOAD_SIZE = 4096
-"""Rows and columns of the matrices that the second stream multiplies."""
+"""Rows and columns of the product that the second stream computes."""
+LOAD_DEPTH = 16384
+"""Length of its sums: the product takes 0.8 ms of an H200, longer than a host takes for a call."""
 ASYNCHRONOUS = "asynchronous"
 BLOCKING = "blocking"
 
@@ -266,18 +271,21 @@ class Examiner:
     def _check_bounds(self, case: Case, first: dict[str, Tensor]) -> None:
         """Call between canaries: no write outside of the tensors, no result left unwritten."""
         self._begin("bounds", case)
-        canaries = Canaries()
-        arguments = self._fresh(case)
-        names = self.op.writes
-        guarded = arguments | {name: _guarded(arguments[name], canaries) for name in names}
-        with canaries:
-            result = self._run(guarded)
-        self._wait()
-        if overwritten := canaries.overwritten():
-            sizes = ", ".join(map(str, overwritten))
-            self._fault("writes outside", f"next to tensors of {sizes} bytes")
-        elif wrong := _other_bits(first, result):
-            self._fault("unwritten", f"memory that no one wrote is part of {wrong}")
+        for fill in FILLS:
+            canaries = Canaries(fill)
+            arguments = self._fresh(case)
+            names = self.op.writes
+            guarded = arguments | {name: _guarded(arguments[name], canaries) for name in names}
+            with canaries:
+                result = self._run(guarded)
+            self._wait()
+            if overwritten := canaries.overwritten():
+                sizes = ", ".join(map(str, overwritten))
+                self._fault("writes outside", f"next to tensors of {sizes} bytes")
+                return
+            if wrong := _other_bits(first, result):
+                self._fault("unwritten", f"memory that no one wrote is part of {wrong}")
+                return
 
     def _check_rows(self, case: Case, first: dict[str, Tensor]) -> None:
         """Compare the bits of some rows alone, of odd, reversed and repeated rows."""
@@ -338,14 +346,21 @@ class Examiner:
             raise self._broken(error) from error
 
     def _check_load(self, case: Case, first: dict[str, Tensor]) -> None:
-        """Compare calls while a second stream multiplies and copies, in bits."""
+        """Compare calls while a second stream multiplies and copies, in bits.
+
+        Half of the calls are on a stream of high priority: the op's other streams, which have a
+        normal one, then fall behind.
+        """
         self._begin("load", case)
+        default = torch.cuda.current_stream()
+        urgent = torch.cuda.Stream(priority=-1)
         with second_stream_load() as add_load:
             results = []
-            for _ in range(LOADED_CALLS):
-                arguments = self._fresh(case)
-                add_load()
-                results.append(_copied(self._run(arguments)))
+            for index in range(LOADED_CALLS):
+                with torch.cuda.stream(urgent if index % 2 else default):
+                    arguments = self._fresh(case)
+                    add_load()
+                    results.append(_copied(self._run(arguments)))
             self._wait()
         for result in results:
             if wrong := _other_bits(first, result):
@@ -357,14 +372,15 @@ class Examiner:
 def second_stream_load() -> Iterator[Callable[[], None]]:
     """Give a function that adds work to a second stream: a matrix product and a copy."""
     stream = torch.cuda.Stream()
-    a = torch.ones(LOAD_SIZE, LOAD_SIZE, dtype=torch.float16, device="cuda")
-    product = torch.empty_like(a)
+    a = torch.ones(LOAD_SIZE, LOAD_DEPTH, dtype=torch.float16, device="cuda")
+    b = torch.ones(LOAD_DEPTH, LOAD_SIZE, dtype=torch.float16, device="cuda")
+    product = torch.empty(LOAD_SIZE, LOAD_SIZE, dtype=torch.float16, device="cuda")
     copied = torch.empty_like(a)
     stream.wait_stream(torch.cuda.current_stream())
 
     def add_load() -> None:
         with torch.cuda.stream(stream):
-            torch.mm(a, a, out=product)
+            torch.mm(a, b, out=product)
             copied.copy_(a)
 
     yield add_load

@@ -2,7 +2,7 @@
 leaves unwritten.
 
 A margin of 0xFF bytes (NaN as a float, -1 as an integer) is on both sides of every buffer,
-including those that an op allocates for its results. Empty allocations are filled with it.
+including those that an op allocates for its results.
 """
 
 from typing import Any
@@ -31,10 +31,14 @@ FILLED_ALLOCATIONS = (
 
 
 class Canaries(TorchDispatchMode):
-    """Dispatch mode that puts every new buffer between margins."""
+    """Dispatch mode that puts every new buffer between margins.
 
-    def __init__(self) -> None:
+    fill: byte of empty allocations.
+    """
+
+    def __init__(self, fill: int = 255) -> None:
         super().__init__()
+        self.fill = fill
         self.buffers: list[tuple[Tensor, int]] = []
 
     def __torch_dispatch__(
@@ -46,14 +50,19 @@ class Canaries(TorchDispatchMode):
         return self.add_margins(out) if func in FILLED_ALLOCATIONS else out
 
     def add_margins(self, x: Tensor, filled: bool = True) -> Tensor:
-        """Return a tensor like x in a buffer of its own between margins; `filled`: with x's
-        values."""
+        """Return a tensor like x in a buffer of its own between margins.
+
+        filled: with x's values, else with the fill byte.
+        """
         size = x.untyped_storage().nbytes()
         buffer = torch.full((2 * MARGIN + size,), 255, dtype=torch.uint8, device=x.device)
         self.buffers.append((buffer, size))
+        inside = buffer[MARGIN : MARGIN + size]
         if filled:
             mine = torch.empty(0, dtype=torch.uint8, device=x.device)
-            buffer[MARGIN : MARGIN + size] = mine.set_(x.untyped_storage())
+            inside.copy_(mine.set_(x.untyped_storage()))
+        else:
+            inside.fill_(self.fill)
         shift = MARGIN // x.element_size()
         flat = torch.empty(0, dtype=x.dtype, device=x.device).set_(buffer.untyped_storage())
         return flat.as_strided(x.shape, x.stride(), x.storage_offset() + shift)

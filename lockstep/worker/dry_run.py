@@ -108,15 +108,20 @@ def _indexed(x: Tensor, index: Any) -> Tensor:
     return x
 
 
+def launch_nothing(*arguments: Any, **options: Any) -> None:
+    """Launch no kernel."""
+
+
 @contextmanager
-def dry(card: Architecture) -> Iterator[None]:
-    """Run steps without a device: kernels are not launched, and tiles are those of this card."""
+def dry(card: Architecture, launch: Callable[..., None] = launch_nothing) -> Iterator[None]:
+    """Run steps without a device: tiles are those of this card.
+
+    launch: called instead of Triton's launches, with their arguments.
+    """
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    def launch_nothing(*arguments: Any, **options: Any) -> None: ...
-
-    compiled = mock.patch.object(JITFunction, "run", launch_nothing)
+    compiled = mock.patch.object(JITFunction, "run", launch)
     interpreted = mock.patch.object(InterpretedFunction, "run", launch_nothing)
     with compiled, interpreted, assume_architecture(card), _WithoutDevice(), torch.inference_mode():
         yield

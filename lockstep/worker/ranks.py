@@ -44,6 +44,8 @@ STARTING_SILENT_SECONDS = 60.0
 """The same for a node until all ranks are ready: loading may keep a process busy."""
 WATCH_SECONDS = 0.5
 """Interval at which heartbeats are checked, and sent to other nodes."""
+STARTING_WATCH_SECONDS = 0.02
+"""Interval at which the first rank or node is looked for: each start waits for it."""
 CAUSE_SECONDS = 5.0
 """Seconds that a failed exchange waits for the report of the rank that caused it."""
 
@@ -164,10 +166,9 @@ class RankWatch:
     def _read(self) -> list[tuple[int, Report]]:
         """Wait for reports, at most WATCH_SECONDS."""
         hosts = {connection: host for host in self.hosts for connection in host.connections}
-        if not hosts:
-            time.sleep(WATCH_SECONDS)  # no node has joined yet
+        seconds = WATCH_SECONDS if hosts else STARTING_WATCH_SECONDS
         reports: list[tuple[int, Report]] = []
-        for connection in wait(list(hosts), WATCH_SECONDS):
+        for connection in wait(list(hosts), seconds):
             assert isinstance(connection, Connection)
             reports += hosts[connection].read(connection)
         return reports

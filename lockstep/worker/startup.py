@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from lockstep.worker.build import (
     state_dtype,
     step_limits,
 )
+from lockstep.worker.compile_ahead import StartCompiler
 from lockstep.worker.explain_ranks import RankBytes
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.memory_estimate import DryEngine, graph_bytes, planner_of, weight_bytes
@@ -109,8 +111,18 @@ class WorkerStartup:
         self.limits = step_limits(config, self.checkpoint, self.device, weight_format)
         prepare_device(self.device)
         self.planned: Planned | None = None
-        if self.device == "cuda" and not _sizes_are_set(config):
-            self.planned = plan_memory(config, self.checkpoint, self.limits, weight_format, group)
+        self.compiler: StartCompiler | None = None
+        if self.device == "cuda":
+            make = cache(
+                partial(dry_engine_of, config, self.checkpoint, self.limits, weight_format)
+            )
+            if not _sizes_are_set(config):
+                self.planned = plan_memory(config, self.limits, make(), group)
+            if group.index == 0:  # all ranks launch the same kernels
+                limits = self.limits
+                if self.planned is not None:
+                    limits = self.planned.sized(limits, config)
+                self.compiler = StartCompiler(config, limits, architecture_of("cuda"), make)
         dtype = getattr(torch, self.limits.dtype)
         self.build = BuildContext(
             device=self.device,
@@ -185,7 +197,10 @@ class WorkerStartup:
         if self.device == "cuda":
             torch.cuda.empty_cache()  # a probe does not free its copies of weights
         worker = Worker(plan, self.model, self.draft, program, self.build.group)
-        return worker, worker.warm_up(lambda done, of: progress("warming up", done, of))
+        step_ms = worker.warm_up(lambda done, of: progress("warming up", done, of))
+        if self.compiler is not None:
+            self.compiler.finish(progress)
+        return worker, step_ms
 
     def _program_of(self, plan: Plan) -> Program:
         """Return the program of fit_memory(), or a new one where another rank has less memory."""
@@ -213,6 +228,10 @@ class Planned:
     plan: MemoryPlan
     available: int
 
+    def sized(self, limits: StepLimits, config: EngineConfig) -> StepLimits:
+        """Return the limits with the plan's rows and tokens of a step."""
+        return sized(limits, config, self.plan.entry.rows, self.plan.entry.tokens)
+
 
 @dataclass(frozen=True)
 class Used:
@@ -238,21 +257,24 @@ def _sizes_are_set(config: EngineConfig) -> bool:
     return None not in typed
 
 
-def plan_memory(
+def dry_engine_of(
     config: EngineConfig,
     checkpoint: Checkpoint,
     limits: StepLimits,
     weight_format: WeightFormat | None,
-    group: RankGroup,
+) -> DryEngine:
+    """Return the dry engine of a model on this GPU."""
+    known = config.load_format == "auto"
+    return DryEngine(config, checkpoint, limits, weight_format, architecture_of("cuda"), known)
+
+
+def plan_memory(
+    config: EngineConfig, limits: StepLimits, dry_engine: DryEngine, group: RankGroup
 ) -> Planned:
     """Plan the memory of this GPU, as every rank of the group does: for the least of them.
 
     Raises CapacityError where not even the weights fit.
     """
-    known = config.load_format == "auto"
-    dry_engine = DryEngine(
-        config, checkpoint, limits, weight_format, architecture_of("cuda"), known
-    )
     planner = planner_of(config, limits, dry_engine)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()

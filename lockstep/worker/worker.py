@@ -59,6 +59,12 @@ def largest_forced_step(limits: StepLimits) -> StepShape:
     return forced_shape(limits, min(limits.max_decided // window, limits.max_num_seqs), window)
 
 
+def shortest_prompt_step(limits: StepLimits) -> StepShape:
+    """Return the shape of a step with one prompt of a page."""
+    size = min(PAGE_SIZE, limits.max_model_len)
+    return StepShape(1, size, size, prompt=True, next_drafts=limits.query_len - 1)
+
+
 @dataclass(frozen=True)
 class LaunchedRow:
     """A row of a launched step, with what its results need.
@@ -148,9 +154,8 @@ class Worker:
             else:
                 capture_pieces(self.model, pool, [s.tokens for s in shapes])
         self.table.inputs.fill()
-        size = min(PAGE_SIZE, self.plan.max_model_len)
         # A prompt step compiles the kernels that no uniform step uses.
-        self.run_step(StepShape(1, size, size, prompt=True, next_drafts=self.plan.query_len - 1))
+        self.run_step(shortest_prompt_step(self.plan))
         if self.plan.device == "cuda":
             for window in FORCED_WINDOWS:
                 self.run_step(forced_shape(self.plan, 1, window))

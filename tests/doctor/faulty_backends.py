@@ -108,6 +108,14 @@ def writes_outside(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -
 
 
 @fault
+def leaves_an_element(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    whole = rms_norm(x, weight, eps, offset)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y.view(-1)[:-1] = whole.view(-1)[:-1]
+    return y
+
+
+@fault
 def changes_inputs(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     y = rms_norm(x, weight, eps, offset)
     weight.add_(1.0)
@@ -122,25 +130,3 @@ def wrong_shape(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> T
 @fault
 def healthy(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     return rms_norm(x, weight, eps, offset)
-
-
-# Faults that only a GPU has.
-
-
-@fault
-def wrong_from_a_graph(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    y = rms_norm.backends["triton"].run(x, weight, eps, offset)
-    return y + 1.0 if torch.cuda.is_current_stream_capturing() else y
-
-
-@fault
-def races(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """Compute on another stream, and wait for 20 us instead of the stream."""
-    y = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    torch.cuda.current_stream().synchronize()
-    other = torch.cuda.Stream()
-    with torch.cuda.stream(other):
-        for _ in range(8):
-            y.copy_(rms_norm.backends["triton"].run(x, weight, eps, offset))
-    torch.cuda._sleep(30_000)
-    return y

@@ -65,6 +65,14 @@ def test_hang_is_named_after_the_time_limit() -> None:
     assert "10 s" in finding.detail
 
 
+def test_unwritten_memory_is_named(children: Children) -> None:
+    """It differs from call to call, so that other checks may find it too."""
+    findings = {
+        finding.kind: finding for finding in examine(children, "leaves_an_element").findings
+    }
+    assert "memory that no one wrote" in findings["unwritten"].detail
+
+
 def test_process_that_does_not_exit_is_ended() -> None:
     """It sent all of its results."""
     result = examine(Children(ARCH, stage_seconds=10.0), "hangs_at_exit")

@@ -1,25 +1,56 @@
-"""Faults that only a GPU has, and no false alarm there."""
+"""Doctor names faults of kernels on a GPU exactly, and raises no false alarm there."""
 
 import pytest
 import torch
 
 from lockstep.doctor.children import Children
-from lockstep.doctor.examine import Job
+from lockstep.doctor.examine import ASYNCHRONOUS, BLOCKING, Job
 from lockstep.layers.build_context import KernelNeed
 
 pytestmark = pytest.mark.gpu
-FAULTY = "tests.doctor.faulty_backends"
+FAULTY = "tests.doctor.faulty_gpu_backends"
 NEED = KernelNeed("rms_norm", {"device": "cuda", "dtype": torch.bfloat16, "width": 80})
 
 
+def examine(backend: str, mode: str = ASYNCHRONOUS) -> dict[str, str]:
+    """Return what was found: kind -> details."""
+    job = Job("rms_norm", f"gpu_{backend}", "cuda", (NEED,), mode, imports=(FAULTY,))
+    result = Children("gpu", stage_seconds=10.0).run_one(job)
+    return {finding.kind: f"{finding.check}: {finding.detail}" for finding in result.findings}
+
+
 @pytest.mark.parametrize(
-    ("backend", "kinds"),
-    [("wrong_from_a_graph", {"graph"}), ("races", {"race"}), ("triton", set())],
+    ("backend", "kinds", "detail"),
+    [
+        ("illegal_address", {"error"}, "illegal memory access"),
+        ("traps", {"error"}, "call: "),
+        ("hangs", {"hang"}, "no end within 10 s"),
+        ("aborts", {"crash"}, "SIGABRT"),
+        ("one_ulp_at_odd_rows", {"rows"}, "in a batch of"),
+        ("other_bits_alone", {"rows"}, "in a batch of 1"),
+        ("wrong_numbers", {"wrong numbers"}, "reference: "),
+        ("changes_inputs", {"changes inputs", "graph"}, "the argument weight"),
+        ("writes_outside", {"writes outside"}, "next to tensors of"),
+        ("wrong_from_a_graph", {"graph"}, "a replay differs"),
+        ("waits_for_the_host", {"graph"}, "graph: "),
+        ("races", {"race"}, "under the load of a second stream"),
+    ],
 )
-def test_fault_is_named_on_a_gpu(backend: str, kinds: set[str]) -> None:
-    """`races` waits for the host, so a capture of it fails too."""
-    job = Job("rms_norm", backend, "cuda", (NEED,), imports=(FAULTY,))
-    result = Children("gpu").run_one(job)
-    found = {finding.kind for finding in result.findings}
-    assert found - {"graph"} == kinds - {"graph"}
-    assert kinds <= found
+def test_fault_is_named(backend: str, kinds: set[str], detail: str) -> None:
+    found = examine(backend)
+    assert set(found) == kinds
+    assert detail in " ".join(found.values())
+
+
+def test_unwritten_memory_is_named() -> None:
+    """It differs from call to call, so that other checks may find it too."""
+    assert "memory that no one wrote" in examine("leaves_an_element")["unwritten"]
+
+
+def test_race_is_not_found_with_blocking_launches() -> None:
+    """Each launch then waits for the device."""
+    assert not examine("races", BLOCKING)
+
+
+def test_healthy_backend_has_no_finding_in_repeated_runs() -> None:
+    assert not any(examine("healthy", mode) for mode in (ASYNCHRONOUS, BLOCKING) for _ in range(5))

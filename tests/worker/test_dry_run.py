@@ -96,7 +96,7 @@ def dry_engine_of(folder: Path, **settings: Any) -> DryEngine:
 @pytest.mark.slow
 def test_working_memory_grows_with_tokens_and_rows(folder: Path) -> None:
     engine = dry_engine_of(folder)
-    small, long, wide = (engine.working(*size) for size in ((2, 64), (2, 512), (32, 64)))
+    small, long, wide = (engine.working(*size) for size in ((8, 64), (8, 4096), (32, 64)))
     assert long["step"] > small["step"] and long["table"] == small["table"]
     assert wide["table"] > small["table"] and wide["graphs"] > small["graphs"]
     assert set(small) == {"table", "step", "graphs"}

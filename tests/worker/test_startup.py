@@ -16,7 +16,7 @@ from lockstep.models.checkpoint import Checkpoint
 from lockstep.worker import startup
 from lockstep.worker.build import step_limits
 from lockstep.worker.memory_planner import Planner, Typed
-from lockstep.worker.startup import Fitting, Planned, plan_memory
+from lockstep.worker.startup import Fitting, Planned, dry_engine_of, plan_memory
 from tests.tiny_model import make_model
 from tests.worker.test_memory_planner import COLUMNS, GB, FixedCosts
 
@@ -43,7 +43,7 @@ def plan_of(folder: Path, **settings: Any) -> Planned:
     checkpoint = Checkpoint.read(folder, None)
     limits = step_limits(config, checkpoint, "cuda", None, assumed_numerics="sm_86")
     load_backends()
-    return plan_memory(config, checkpoint, limits, None, ALONE)
+    return plan_memory(config, limits, dry_engine_of(config, checkpoint, limits, None), ALONE)
 
 
 def test_other_processes_and_utilization_bound_available_memory(gpu: Any, tmp_path: Path) -> None:

@@ -378,13 +378,15 @@ def feature_table(
     has_text: bool,
     has_thoughts: bool,
     has_adapters: bool = True,
+    has_one_rank: bool = True,
 ) -> FeatureTable:
     """Return the features of a check.
 
     models, numerics: checkpoints and their formats that the check may build. drafters: drafters
     that the served checkpoint supports. graphs: graph modes of the device. has_state: the served
     model has recurrent layers. has_text: it has a tokenizer. has_thoughts: it has a chat template
-    and a parser of thoughts. has_adapters: engines with LoRA adapters can be built.
+    and a parser of thoughts. has_adapters: engines with LoRA adapters can be built. has_one_rank:
+    engines have one rank; of several, all end where one raises.
     """
     names = (NO_DRAFTER, oracle_drafter.NAME, *drafters)
     allowed: dict[str, tuple[str, ...]] = {
@@ -397,6 +399,8 @@ def feature_table(
         allowed["answers kept"] = ("many",)
     if not has_adapters:
         allowed |= {"adapters": ("no",), "adapter": ("none",)}
+    if not has_one_rank:
+        allowed[FAILURE] = ("none",)
     only_served = allowed["model"] == (SERVED,)
     if only_served:
         allowed["snapshots"] = ("16", "2", "1", "0") if has_state else (NO_STATE,)

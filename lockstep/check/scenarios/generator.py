@@ -71,7 +71,7 @@ class ScenarioGenerator:
     drafters: names that the served checkpoint supports. graphs: graph modes of the device.
     strength: number of values of a covered tuple. companions: whether scenarios have companion
     models. numerics: formats of the companions. per_engine: consecutive scenarios that share an
-    engine. num_requests: requests per scenario.
+    engine. num_requests: requests per scenario. num_ranks: tensor-parallel ranks of the engines.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class ScenarioGenerator:
         numerics: Iterable[str] = tuple(NUMERICS),
         per_engine: int = 2,
         num_requests: int = REQUESTS,
+        num_ranks: int = 1,
     ) -> None:
         self.plain = plain
         self.seed = seed
@@ -99,6 +100,7 @@ class ScenarioGenerator:
             has_text=plain.llm.tokenizer is not None,
             has_thoughts=closing_tag(plain.llm) is not None,
             has_adapters=plain.has_adapters,
+            has_one_rank=num_ranks == 1,
         )
         # A step of the served model takes several times as long as one of a companion.
         costly = [("model", SERVED)] if companions else []

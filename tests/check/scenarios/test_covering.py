@@ -11,6 +11,7 @@ from lockstep.check.matrix.setups import SIZES
 from lockstep.check.scenarios.covering import CoveringPlan, count_tuples
 from lockstep.check.scenarios.features import (
     EXCLUSIONS,
+    FAILURE,
     FEATURES,
     Exclusion,
     Feature,
@@ -98,6 +99,16 @@ def test_a_model_alone_has_no_companions_and_fewer_values() -> None:
     assert values["prompt"] == ("ids",) and values["graph"] == ("full", "none")
     plan = CoveringPlan(table, 2, 0, 2, 5)
     assert plan.num_scenarios % 2 == 0 and plan.impossible == []
+
+
+def test_engines_of_several_ranks_do_not_raise() -> None:
+    """One that raised has ended: its ranks are not in one state any more."""
+    for has_one_rank, values in ((True, 4), (False, 1)):
+        table = feature_table(
+            (SERVED,), ("as served",), (), ("none",), True, True, True, has_one_rank=has_one_rank
+        )
+        (failure,) = (feature for feature in table.features if feature.name == FAILURE)
+        assert len(failure.values) == values
 
 
 def test_every_exclusion_names_features_and_values_that_exist() -> None:

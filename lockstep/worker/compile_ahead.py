@@ -1,0 +1,270 @@
+"""Compilation of the kernels of all steps before their first launch, in parallel processes.
+
+A dry run of each step's shape gives the launches (dry_run.py). The kernels are compiled into
+Triton's cache on disk, from which a process loads them at their first launch. A kernel that no dry
+run launches is compiled at its first launch, so nothing here changes an answer.
+"""
+
+import logging
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lockstep.kernels
+from lockstep import __version__
+from lockstep.child_processes import blocked_signals, ignore_signals
+from lockstep.config import EngineConfig, StepLimits
+from lockstep.kernels.architecture import Architecture
+from lockstep.progress import Progress
+from lockstep.scheduling.chunks import FORCED_WINDOWS
+from lockstep.step import StepShape
+from lockstep.worker.build import largest_prompt_step
+from lockstep.worker.dry_run import dry
+from lockstep.worker.memory_estimate import DryEngine
+from lockstep.worker.worker import (
+    forced_shape,
+    largest_forced_step,
+    shortest_prompt_step,
+    uniform_shapes,
+)
+
+log = logging.getLogger("lockstep.engine")
+
+WARP_SIZE = 32
+WORK = "compiling"
+"""Name of the work for progress bars."""
+POLL_SECONDS = 0.1
+"""Interval at which progress is shown."""
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """Specialization of a kernel. source: its ASTSource. options: of the compiler."""
+
+    kernel: str
+    source: Any
+    target: Any
+    options: dict[str, Any]
+
+    def compile(self) -> None:
+        """Compile it into Triton's cache on disk, unless the cache has it."""
+        import triton
+
+        triton.compile(self.source, target=self.target, options=self.options)
+
+
+class PlannedDriver:
+    """Driver of Triton for a GPU that may be absent: launches are specialized for it, none runs."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def get_current_target(self) -> Any:
+        """Return the GPU that kernels are compiled for."""
+        return self.target
+
+    def get_current_device(self) -> str:
+        """Return a name by which Triton keeps the kernels of this GPU apart."""
+        return f"planned sm_{self.target.arch}"
+
+    def get_current_stream(self, device: str) -> int:
+        """Return the stream of launches that do not run."""
+        return 0
+
+
+@contextmanager
+def recording(card: Architecture) -> Iterator[dict[Any, Compilation]]:
+    """Run the steps in the context dry, and give the specializations of kernels that they launch.
+
+    card: architecture for which they are compiled.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    compilations: dict[Any, Compilation] = {}
+    planned = PlannedDriver(GPUTarget("cuda", card.number, WARP_SIZE))
+    run = JITFunction.run
+
+    def launch(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        run(kernel, *arguments, grid=grid, warmup=True, **options)
+
+    # Triton calls it for each launch, since it returns no kernel that could be kept.
+    def record(kernel: Any, key: str, signature: Any, device: str, *rest: Any) -> None:
+        constants, options, attributes, _ = rest
+        if (kernel, key) not in compilations:
+            source = kernel.ASTSource(kernel, signature, constants, attributes)
+            compilations[kernel, key] = Compilation(
+                kernel.__name__, source, planned.target, options.__dict__
+            )
+
+    with (
+        dry(card, launch),
+        mock.patch.object(driver, "_active", planned),
+        mock.patch.object(JITFunction, "_do_compile", record),
+    ):
+        yield compilations
+
+
+def step_shapes(limits: StepLimits) -> list[StepShape]:
+    """Return the shapes of steps that launch every kernel of an engine with these limits.
+
+    The order is that of a start: a process which compiles from the end meets it halfway.
+    """
+    forced = [forced_shape(limits, 1, window) for window in FORCED_WINDOWS]
+    prompts = [largest_prompt_step(limits)[1], largest_forced_step(limits)]
+    return [*forced, *uniform_shapes(limits), *prompts, shortest_prompt_step(limits)]
+
+
+def record_kernels(dry_engine: DryEngine, limits: StepLimits) -> list[Compilation]:
+    """Return the specializations of kernels that an engine with these limits launches."""
+    with dry_engine.mode, recording(dry_engine.card) as compilations:
+        program = dry_engine.program(limits, dry_engine.build)
+        for shape in step_shapes(limits):
+            program.decide(program.forward(shape))
+    return list(compilations.values())
+
+
+class KernelCompiler:
+    """Processes that compile kernels, the last one first. They end with this process.
+
+    Each is a fork of this process, since a specialization cannot be pickled. It calls the compiler
+    and writes to the cache, and does not use the GPU.
+    """
+
+    def __init__(self, compilations: Sequence[Compilation]) -> None:
+        self._compilations = compilations
+        self._context = multiprocessing.get_context("fork")
+        self._remaining = self._context.Value("q", len(compilations))
+        self._done = self._context.Value("q", 0)
+        self._errors = self._context.SimpleQueue()
+        self._processes: list[BaseProcess] = []
+
+    def start(self) -> None:
+        """Start a process per core."""
+        count = min(len(self._compilations), len(os.sched_getaffinity(0)))
+        with blocked_signals():
+            for _ in range(count):
+                process = self._context.Process(
+                    target=self._work, name="lockstep-compile", daemon=True
+                )
+                process.start()
+                self._processes.append(process)
+
+    def _work(self) -> None:
+        """Compile until none remains."""
+        ignore_signals()
+        parent = multiprocessing.parent_process()
+        while parent is not None and parent.is_alive():
+            with self._remaining.get_lock():
+                self._remaining.value -= 1
+                index = self._remaining.value
+            if index < 0:
+                return
+            compilation = self._compilations[index]
+            try:
+                compilation.compile()
+            except Exception as error:  # whatever the compiler raises
+                text = str(error).strip().partition("\n")[0]
+                self._errors.put(f"{compilation.kernel}: {type(error).__name__}: {text}")
+            with self._done.get_lock():
+                self._done.value += 1
+
+    def wait(self, progress: Progress) -> None:
+        """Wait until all kernels are compiled. progress: (WORK, compiled kernels, all kernels)."""
+        while any(process.is_alive() for process in self._processes):
+            progress(WORK, self._done.value, len(self._compilations))
+            time.sleep(POLL_SECONDS)
+        progress(WORK, self._done.value, len(self._compilations))
+
+    def close(self) -> list[str]:
+        """End the processes -> one line per kernel that did not compile.
+
+        Kernels that were not begun, or whose process ended early, are among them.
+        """
+        for process in self._processes:
+            process.kill()
+            process.join()
+        errors = []
+        while not self._errors.empty():
+            errors.append(self._errors.get())
+        missing = len(self._compilations) - self._done.value
+        return errors + [f"{missing} kernels were not compiled"] * (missing > 0)
+
+
+class CompiledMark:
+    """File in Triton's cache which says that the cache has all kernels of an engine.
+
+    Who deletes the cache, or copies it to other machines, takes the file along.
+    """
+
+    def __init__(self, config: EngineConfig, limits: StepLimits, card: Architecture) -> None:
+        hasher = sha256(repr((__version__, card, limits, config)).encode())
+        for path in sorted(Path(lockstep.kernels.__path__[0]).rglob("*.py")):
+            hasher.update(path.read_bytes())
+        self.path = kernel_cache() / f"lockstep-{hasher.hexdigest()[:16]}"
+
+    def exists(self) -> bool:
+        """Return whether the kernels were compiled."""
+        return self.path.exists()
+
+    def write(self) -> None:
+        """Note that the kernels are compiled. Raises OSError."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.touch()
+
+
+def kernel_cache() -> Path:
+    """Return the folder of Triton's cache: TRITON_CACHE_DIR, or one in the home folder."""
+    from triton import knobs
+
+    return Path(knobs.cache.dir)
+
+
+class StartCompiler:
+    """Compilation beside the start of an engine: the start waits for no kernel.
+
+    make: returns the dry engine, called unless the cache has all kernels.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        limits: StepLimits,
+        card: Architecture,
+        make: Callable[[], DryEngine],
+    ) -> None:
+        self._mark = CompiledMark(config, limits, card)
+        self._compiler: KernelCompiler | None = None
+        if self._mark.exists():
+            return
+        try:
+            self._compiler = KernelCompiler(record_kernels(make(), limits))
+        except (RuntimeError, AssertionError) as error:  # torch asserts what it cannot do dry
+            log.warning(
+                "kernels are compiled one after the other, at their first launch: %s", error
+            )
+            return
+        self._compiler.start()
+
+    def finish(self, progress: Progress) -> None:
+        """Wait for the kernels that the start has not launched."""
+        if self._compiler is None:
+            return
+        self._compiler.wait(progress)
+        errors = self._compiler.close()
+        self._compiler = None
+        for error in errors:
+            log.warning("a kernel was not compiled ahead of its first launch: %s", error)
+        if errors:
+            return
+        with suppress(OSError):  # a cache that cannot be written: the next start looks again
+            self._mark.write()

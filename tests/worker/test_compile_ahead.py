@@ -1,0 +1,101 @@
+"""Kernels are recorded from dry runs, compiled in parallel, and errors are reported."""
+
+import json
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.worker.compile_ahead import WORK, KernelCompiler
+from tests.forked_processes import ForkedProgram
+
+RECORD = """
+import json
+from lockstep.config import EngineConfig
+from lockstep.kernels.architecture import architecture_by_name
+from lockstep.kernels.backends import load
+from lockstep.models.checkpoint import Checkpoint
+from lockstep.worker.build import find_model, sized, step_limits
+from lockstep.worker.compile_ahead import record_kernels
+from lockstep.worker.memory_estimate import DryEngine
+
+load()
+card = architecture_by_name("sm_90")
+config = EngineConfig.read()
+checkpoint = Checkpoint.read(find_model(None))
+limits = step_limits(config, checkpoint, "cuda", None, assumed_numerics=card.name)
+limits = sized(limits, config, 2, 256)
+recorded = record_kernels(DryEngine(config, checkpoint, limits, None, card, False), limits)
+small = next(one for one in recorded if one.kernel == "silu_mul_kernel")
+small.compile()
+print(json.dumps([[one.kernel, one.target.arch, one.source.hash()] for one in recorded]))
+"""
+STEP_KERNELS = {
+    "dense_gemm_kernel", "recurrent_step_kernel", "_attention_kernel",
+    "add_rms_norm_kernel", "_rope_and_cache_kernel", "score_kernel", "choose_kernel",
+    "prepare_kernel", "advance_kernel",
+}  # fmt: skip
+"""Kernels of every step of the bundled model, or of every prompt."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Compilation whose compiler writes a file, raises, or ends its process."""
+
+    kernel: str
+    path: Path
+    fault: str = ""
+
+    def compile(self) -> None:
+        if self.fault == "raises":
+            raise RuntimeError("out of registers\nat line 3")
+        if self.fault == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.path.write_text(self.kernel)
+
+
+def run(works: list[Work]) -> tuple[list[str], list[tuple[str, int, int]]]:
+    """Compile -> (errors, calls of progress)."""
+    shown: list[tuple[str, int, int]] = []
+    compiler = KernelCompiler(works)  # type: ignore[arg-type]
+    compiler.start()
+    compiler.wait(lambda *call: shown.append(call))
+    return compiler.close(), shown
+
+
+def test_kernels_of_every_step_are_recorded_without_a_gpu(
+    tmp_path: Path,
+) -> None:
+    code = f"import os; os.environ['TRITON_CACHE_DIR'] = {str(tmp_path)!r}\n{RECORD}"
+    program = ForkedProgram(code, [])
+    out, errors = program.communicate(timeout=120.0)
+    assert not program.returncode, errors
+    recorded = [tuple(one) for one in json.loads(out)]
+    assert {kernel for kernel, _, _ in recorded} >= STEP_KERNELS
+    assert {arch for _, arch, _ in recorded} == {90}
+    assert len(set(recorded)) == len(recorded), "each specialization once"
+    assert list(tmp_path.rglob("silu_mul_kernel.cubin"))
+
+
+def test_all_kernels_are_compiled(tmp_path: Path) -> None:
+    works = [Work(f"kernel_{i}", tmp_path / str(i)) for i in range(50)]
+    errors, shown = run(works)
+    assert not errors and shown[-1] == (WORK, 50, 50)
+    assert all((tmp_path / str(i)).read_text() == f"kernel_{i}" for i in range(50))
+
+
+def test_error_of_the_compiler_names_its_kernel_and_ends_no_other(tmp_path: Path) -> None:
+    works = [Work(f"kernel_{i}", tmp_path / str(i), "raises" * (i == 3)) for i in range(9)]
+    errors, _ = run(works)
+    assert errors == ["kernel_3: RuntimeError: out of registers"]
+    assert len(list(tmp_path.iterdir())) == 8
+
+
+def test_kernels_of_a_process_that_died_are_missing(tmp_path: Path) -> None:
+    works = [Work(f"kernel_{i}", tmp_path / str(i), "dies") for i in range(9)]
+    errors, _ = run(works)
+    assert errors == ["9 kernels were not compiled"]
+
+
+def test_no_kernel_is_no_work() -> None:
+    assert run([]) == ([], [(WORK, 0, 0)])
