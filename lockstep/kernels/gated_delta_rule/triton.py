@@ -52,8 +52,7 @@ OUT_VALUES = 128
 INPUT_WARPS = 8
 """Warps of a CTA of the convolution: 174 us, 260 with 4, 322 with 2."""
 INTRA_WARPS = 4
-"""Warps of a CTA of the WY representation: 467 us. Another number gives other bits, since sums of
-the forward substitution follow the layout."""
+"""Warps of a CTA of the WY representation: one for each diagonal block of the UT transform."""
 STATE_WARPS = 4
 """Warps of a CTA that carries the state: 197 us, 256 with 8."""
 STATE_STAGES = 3
