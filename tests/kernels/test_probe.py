@@ -68,7 +68,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "MIN_NUMEL", 1)
     monkeypatch.setattr(probe, "_run_captured", lambda backend, *arguments: backend(*arguments))
 
-    def seconds(run: Callable[[Tensor], Tensor], weights: list[Tensor]) -> float:
+    def seconds(run: Callable[[Tensor], Tensor], weights: list[Tensor], min_launches: int) -> float:
         cells = {type(c.cell_contents): c.cell_contents for c in run.__closure__ or ()}
         return 1e-6 * cells[FakeBackend].took
 
