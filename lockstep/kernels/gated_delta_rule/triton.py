@@ -53,8 +53,11 @@ INPUT_WARPS = 8
 """Warps of a CTA of the convolution: 174 us, 260 with 4, 322 with 2 (before INPUT_REGISTERS)."""
 INPUT_REGISTERS = 80
 """Registers of its threads, for three CTAs a multiprocessor: 145 us, 160 with two."""
-INTRA_WARPS = 4
-"""Warps of a CTA of the WY representation: one for each diagonal block of the UT transform."""
+SIDE = 16
+"""Rows of the diagonal blocks that the UT transform inverts by forward substitution. Substitution
+over all 64 rows of a chunk took 1.1 ms instead of 0.2."""
+INTRA_WARPS = GRID // SIDE
+"""Warps of a CTA of the WY representation: one for each of these blocks."""
 INTRA_REGISTERS = 168
 """Registers of its threads, for three CTAs a multiprocessor: 246 us, 277 with two."""
 STATE_WARPS = 4
@@ -67,9 +70,6 @@ OUT_WARPS = 4
 MIN_OPERAND = 64
 """Minimum rows and columns of an operand. Blocks of 16 and 32 gave wrong values in bf16 and fp16 on
 sm_90 (Triton 3.6), and right ones in fp32; columns past K and V are zeros."""
-SIDE = 16
-"""Rows of the diagonal blocks that the UT transform inverts by forward substitution. Substitution
-over all 64 rows of a chunk took 1.1 ms instead of 0.2."""
 
 
 def supports(**traits: Any) -> str | None:
