@@ -589,10 +589,16 @@ class Head(Gemm):
         return weight_sinks("lm_head", rows, self.weight_format, self.module)
 
 
-def probe(build: BuildContext, model: nn.Module, rows: Sequence[int]) -> None:
+def probe(
+    build: BuildContext, model: nn.Module, rows: Sequence[int], prompt_tokens: int = 0
+) -> None:
     """Let cuBLAS serve linear layers at these numbers of rows where it is exact and faster.
 
     Call after loading and before any capture. The result is written into the build's choices.
+
+    Args:
+        rows: of decode steps.
+        prompt_tokens: of a full prompt step, which heads do not compute; 0: none.
     """
     gemms = [layer for layer in model.modules() if isinstance(layer, Gemm)]
     for (n, k, _), probed in build.probed.items():
@@ -601,6 +607,9 @@ def probe(build: BuildContext, model: nn.Module, rows: Sequence[int]) -> None:
             continue
         weights = [gemm.weight for gemm in same if gemm.weight is not None]
         probed.probe(rows, weights, same[0].split_k, same[0].allow_partials)
+        if not isinstance(same[0], Head):
+            # Apart from the others, which are probed even if memory does not suffice here.
+            probed.probe((prompt_tokens,), weights, same[0].split_k, same[0].allow_partials)
         served = ", ".join(str(count) for count, why in probed.verdicts.items() if why is None)
         refused = [f"at {count} rows {why}" for count, why in probed.verdicts.items() if why]
         for choice in build.choices:

@@ -329,9 +329,13 @@ def draft_costs(model: Any, draft: Any) -> dict[str, Any]:
 
 
 def probe_linears(build: BuildContext, model: nn.Module, limits: StepLimits) -> None:
-    """Let every linear choose its fastest exact backend at the token counts of decode steps."""
+    """Let every linear choose its fastest exact backend at known token counts.
+
+    These are the counts of decode steps and of a full prompt step. Long prompts, and queues of
+    prompts, run in full steps; the exact backend serves all other counts.
+    """
     counts = {rows * (k + 1) for rows in limits.row_buckets for k in limits.draft_lengths}
-    probe(build, model, sorted(counts))
+    probe(build, model, sorted(counts), limits.max_num_batched_tokens)
 
 
 def build_program(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.backends import load
-from lockstep.kernels.linear import choose_split_k, linear, probe, tree_sum
+from lockstep.kernels.linear import choose_split_k, linear, probe, tree_sum, tuning
 from lockstep.kernels.linear.probe import Probed, RunLinear, trials
 from tests.kernels.backends import same_bits
 
@@ -18,7 +18,7 @@ SHAPES = [
     *((34816, 5120), (16480, 5120), (14336, 5120), (5120, 6144), (5120, 17408)),
     *((24576, 4096), (6144, 4096), (4096, 4096), (4096, 12288)),
 ]
-ROWS = (64, 96, 128, 192, 256, 512)
+ROWS = (64, 96, 128, 192, 256, 512, 2048)
 
 
 class FakeBackend:
@@ -68,7 +68,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "MIN_NUMEL", 1)
     monkeypatch.setattr(probe, "_run_captured", lambda backend, *arguments: backend(*arguments))
 
-    def seconds(run: Callable[[Tensor], Tensor], weights: list[Tensor]) -> float:
+    def seconds(run: Callable[[Tensor], Tensor], weights: list[Tensor], min_launches: int) -> float:
         cells = {type(c.cell_contents): c.cell_contents for c in run.__closure__ or ()}
         return 1e-6 * cells[FakeBackend].took
 
@@ -168,6 +168,25 @@ def test_probe_out_of_memory_refuses() -> None:
     probed = Probed(FakeBackend(exact_linear, 2.0), FakeBackend(hungry))
     probed.probe((40, 64), weights(), 1)
     assert probed.verdicts == dict.fromkeys((40, 64), "too little memory to probe")
+
+
+@pytest.mark.usefixtures("fake_gpu")
+@pytest.mark.parametrize("allow_partials", [False, True])
+def test_times_of_partials_include_reading_them(
+    monkeypatch: pytest.MonkeyPatch, allow_partials: bool
+) -> None:
+    """A result of no dimensions is the sum that reads all partials. Prompts are timed once."""
+    timed: list[tuple[int, int]] = []
+
+    def seconds(run: Callable[[Tensor], Tensor], weights: list[Tensor], min_launches: int) -> float:
+        timed.append((run(weights[0]).dim(), min_launches))
+        return 1.0
+
+    monkeypatch.setattr(probe, "seconds", seconds)
+    probed = Probed(FakeBackend(exact_linear), FakeBackend(exact_linear))
+    probed.probe((40, 2048), weights(), 1, allow_partials)
+    dim = 0 if allow_partials else 2
+    assert set(timed) == {(dim, tuning.LAUNCHES), (dim, 1)}
 
 
 @pytest.mark.gpu

@@ -33,7 +33,8 @@ def probe_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
         allow_partials: bool,
     ) -> None:
         calls.append((len(weights), split_k, allow_partials))
-        self.verdicts = {count: None if count > 64 else "slower, 2 us against 1" for count in rows}
+        slow = "slower, 2 us against 1"
+        self.verdicts |= {count: None if count > 64 else slow for count in rows}
 
     monkeypatch.setattr(Probed, "probe", pretend)
     return calls
@@ -59,10 +60,11 @@ def test_probe_is_once_per_shape_and_reported(
     pretend_gpu(build, model[-1])
     inexact = BuildContext("cpu", torch.bfloat16, 1, 1, exact=False, choices=build.choices)
     drafter = Linear(inexact, 8, {"w": 16})
-    probe(build, nn.ModuleList([*model, drafter]), (64, 96, 128))
-    assert probe_calls == [(2, 1, False), (1, 1, True), (1, 1, False)]
-    for choice in build.choices[:4]:
-        assert choice.backend == "triton, cublas at 96, 128 rows"
+    probe(build, nn.ModuleList([*model, drafter]), (64, 96, 128), 2048)
+    # A head computes no prompt's tokens, so it has one call.
+    assert probe_calls == [(2, 1, False), (2, 1, False), (1, 1, True), (1, 1, True), (1, 1, False)]
+    for choice, rows in zip(build.choices, ["96, 128, 2048"] * 3 + ["96, 128"], strict=False):
+        assert choice.backend == f"triton, cublas at {rows} rows"
         assert choice.refused == {"cublas": "at 64 rows slower, 2 us against 1"}
     assert build.choices[4].backend == "draft" and build.choices[4].refused == {}
 
@@ -71,15 +73,15 @@ def test_no_refusal_where_all_rows_are_supported(probe_calls: list[tuple[int, in
     build = BuildContext("cpu", torch.bfloat16, 1, 1)
     layer = Linear(build, 8, {"w": 16})
     pretend_gpu(build, layer)
-    probe(build, layer, (96,))
-    assert build.choices[0].backend == "triton, cublas at 96 rows"
-    assert build.choices[0].refused == {} and len(probe_calls) == 1
+    probe(build, layer, (96,), 2048)
+    assert build.choices[0].backend == "triton, cublas at 96, 2048 rows"
+    assert build.choices[0].refused == {} and len(probe_calls) == 2
 
 
 def test_cpu_layers_are_not_probed(probe_calls: list[tuple[int, int, bool]]) -> None:
     build = BuildContext("cpu", torch.float32, 1, 1)
     layer = Linear(build, 8, {"w": 16})
-    probe(build, layer, (96,))
+    probe(build, layer, (96,), 2048)
     assert probe_calls == [] and build.choices[0].backend in ("reference", "cpu", "numba")
     assert build.choices[0].size == "16x8"
 

@@ -23,6 +23,9 @@ import triton.language as tl
 from lockstep.kernels.device.convolution import convolve_chunk
 from lockstep.kernels.gated_delta_rule.gating import gates
 
+LANES = tl.constexpr(32)
+"""Threads of a warp."""
+
 
 @triton.jit
 def head_channels(head, offs, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
@@ -69,32 +72,57 @@ def chunk_inputs_kernel(
 
 
 @triton.jit
+def invert_diagonal_blocks(a, SIDE: tl.constexpr, GRID: tl.constexpr):
+    """Compute (I + b)^-1 of each diagonal block b [SIDE, SIDE] of a strictly lower triangular a.
+
+    Forward substitution, all columns at once: the rows below row i subtract their column i of b
+    times row i. A warp has one block and a lane one column, so that rows are registers and no step
+    waits for another warp. All arithmetic is elementwise, so no layout changes a bit.
+
+    Returns: [GRID, GRID], zeros outside of the blocks.
+    """
+    BLOCKS: tl.constexpr = GRID // SIDE
+    COPIES: tl.constexpr = LANES // SIDE
+    b = tl.arange(0, BLOCKS)
+    r = tl.arange(0, SIDE)[:, None, None]
+    on_diagonal = b[:, None, None, None] == b[None, None, :, None]
+    blocks = tl.reshape(a, (BLOCKS, SIDE, BLOCKS, SIDE))
+    blocks = tl.sum(tl.where(on_diagonal, blocks, 0.0), 2)
+    # [row, block, lane]: lanes repeat the SIDE columns, since Triton would spread the rows of a
+    # narrower tensor over warps.
+    blocks = tl.permute(blocks, (1, 0, 2))[:, :, None, :]
+    blocks = tl.broadcast_to(blocks, (SIDE, BLOCKS, COPIES, SIDE))
+    blocks = tl.reshape(blocks, (SIDE, BLOCKS, LANES))
+    lane = tl.arange(0, LANES)[None, None, :]
+    solved = tl.broadcast_to(tl.where(r == lane % SIDE, 1.0, 0.0), (SIDE, BLOCKS, LANES))
+    for i in tl.static_range(SIDE - 1):
+        column = tl.gather(blocks, tl.full((SIDE, BLOCKS, LANES), i, tl.int32), 2)
+        # Integers: adding zeros to a selected row then costs no instruction.
+        bits = tl.where(r == i, solved.to(tl.int32, bitcast=True), 0)
+        row = tl.sum(bits, 0).to(tl.float32, bitcast=True)
+        solved = tl.where(r > i, solved - column * row[None, :, :], solved)
+    # The copies of a block fill some of its row of blocks; all but one are replaced by zeros.
+    spread: tl.constexpr = (SIDE, BLOCKS, BLOCKS // COPIES, COPIES, SIDE)
+    copies = tl.reshape(solved, (SIDE, BLOCKS, 1, COPIES, SIDE))
+    first = tl.arange(0, BLOCKS // COPIES)[None, None, :, None, None] * COPIES
+    column_block = first + tl.arange(0, COPIES)[None, None, None, :, None]
+    kept = b[None, :, None, None, None] == column_block
+    copies = tl.where(kept, tl.broadcast_to(copies, spread), 0.0)
+    return tl.reshape(tl.permute(copies, (1, 0, 2, 3, 4)), (GRID, GRID))
+
+
+@triton.jit
 def ut_transform(a, SIDE: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr):
     """Compute (I + a)^-1 of a strictly lower triangular a [GRID, GRID]: the UT transform.
 
-    Diagonal blocks of SIDE rows are inverted by forward substitution, all blocks at once. Let D be
-    the block diagonal of these inverses and N = D times the rest of a. N is nilpotent,
-    N^(GRID / SIDE) = 0, so the inverse is (I - N + N^2 - N^3) D for four blocks.
+    Diagonal blocks of SIDE rows are inverted by forward substitution. Let D be the block diagonal
+    of these inverses and N = D times the rest of a. N is nilpotent, N^(GRID / SIDE) = 0, so the
+    inverse is (I - N + N^2 - N^3) D for four blocks.
     """
-    BLOCKS: tl.constexpr = GRID // SIDE
     offs_t = tl.arange(0, GRID)
     row = offs_t[:, None]
     col = offs_t[None, :]
-    b = tl.arange(0, BLOCKS)
-    r = tl.arange(0, SIDE)
-    on_diagonal = b[:, None, None, None] == b[None, None, :, None]
-    diagonal = tl.reshape(a, (BLOCKS, SIDE, BLOCKS, SIDE))
-    diagonal = tl.sum(tl.where(on_diagonal, diagonal, 0.0), 2)
-    solved = tl.zeros((BLOCKS, SIDE, SIDE), tl.float32)
-    # Row i of the inverse is e_i minus row i of a times the rows above. The sums follow the layout,
-    # so the number of warps (INTRA_WARPS) is part of the numerics.
-    for i in range(SIDE):
-        a_row = tl.sum(tl.where(r[None, :, None] == i, diagonal, 0.0), 1)
-        unit = tl.where(r[None, :] == i, 1.0, 0.0)
-        new_row = unit - tl.sum(a_row[:, :, None] * solved, 1)
-        solved = tl.where(r[None, :, None] == i, new_row[:, None, :], solved)
-    block_diagonal = tl.where(on_diagonal, solved[:, :, None, :], 0.0)
-    d = tl.reshape(block_diagonal, (GRID, GRID))
+    d = invert_diagonal_blocks(a, SIDE, GRID)
     rest = tl.where(row // SIDE > col // SIDE, a, 0.0)
     n = tl.dot(d, rest, input_precision=PRECISION)
     square = tl.dot(n, n, input_precision=PRECISION)
@@ -161,9 +189,10 @@ def intra_chunk_kernel(
     tl.store(w_ptrs, w.to(OPERAND), mask=mask_k)
     v_ptrs = inputs_rows + 2 * HK * K + head * V + offs_v[None, :]
     v = tl.load(v_ptrs, mask=mask_v, other=0.0)
-    u = tl.dot((inverse * beta[None, :]).to(OPERAND), v, input_precision=PRECISION)
+    scaled = (inverse * beta[None, :]).to(OPERAND)
+    u = tl.dot(tl.trans(v), tl.trans(scaled), input_precision=PRECISION)
     u_ptrs = u_ptr + (block * V + offs_v[:, None]) * GRID + t_col
-    tl.store(u_ptrs, tl.trans(u).to(OPERAND), mask=(offs_v < V)[:, None])
+    tl.store(u_ptrs, u.to(OPERAND), mask=(offs_v < V)[:, None])
 
 
 @triton.jit

@@ -50,10 +50,16 @@ STATE_VALUES = 64
 OUT_VALUES = 128
 """Columns of V of a CTA that computes outputs: 148 us, 174 with 64, 252 with 32."""
 INPUT_WARPS = 8
-"""Warps of a CTA of the convolution: 174 us, 260 with 4, 322 with 2."""
-INTRA_WARPS = 4
-"""Warps of a CTA of the WY representation: 467 us. Another number gives other bits, since sums of
-the forward substitution follow the layout."""
+"""Warps of a CTA of the convolution: 174 us, 260 with 4, 322 with 2 (before INPUT_REGISTERS)."""
+INPUT_REGISTERS = 80
+"""Registers of its threads, for three CTAs a multiprocessor: 145 us, 160 with two."""
+SIDE = 16
+"""Rows of the diagonal blocks that the UT transform inverts by forward substitution. Substitution
+over all 64 rows of a chunk took 1.1 ms instead of 0.2."""
+INTRA_WARPS = GRID // SIDE
+"""Warps of a CTA of the WY representation: one for each of these blocks."""
+INTRA_REGISTERS = 168
+"""Registers of its threads, for three CTAs a multiprocessor: 246 us, 277 with two."""
 STATE_WARPS = 4
 """Warps of a CTA that carries the state: 197 us, 256 with 8."""
 STATE_STAGES = 3
@@ -64,9 +70,6 @@ OUT_WARPS = 4
 MIN_OPERAND = 64
 """Minimum rows and columns of an operand. Blocks of 16 and 32 gave wrong values in bf16 and fp16 on
 sm_90 (Triton 3.6), and right ones in fp32; columns past K and V are zeros."""
-SIDE = 16
-"""Rows of the diagonal blocks that the UT transform inverts by forward substitution. Substitution
-over all 64 rows of a chunk took 1.1 ms instead of 0.2."""
 
 
 def supports(**traits: Any) -> str | None:
@@ -171,12 +174,13 @@ def gated_delta_chunk_triton(
     chunk_inputs_kernel[(n, 2 * hk + hv)](
         mixed, conv_weight, state.conv, cu_seqlens, starts, state_src, chunks, inputs,
         mixed.stride(0), state.conv.shape[1], **sizes, R=history,
-        BLOCK=triton.next_power_of_2(max(k, v)), EPS=L2_EPS, num_warps=INPUT_WARPS, **exact,
+        BLOCK=triton.next_power_of_2(max(k, v)), EPS=L2_EPS,
+        num_warps=INPUT_WARPS, maxnreg=INPUT_REGISTERS, **exact,
     )  # fmt: skip
     intra_chunk_kernel[(n, hv)](
         inputs, b, a, weights.a_log, weights.dt_bias, cu_seqlens, chunks, u, w, scores, g_cumsum,
         b.stride(0), a.stride(0), **_operand_sizes(sizes, MAX_DIM), SIDE=SIDE,
-        num_warps=INTRA_WARPS, **products,
+        num_warps=INTRA_WARPS, maxnreg=INTRA_REGISTERS, **products,
     )  # fmt: skip
     blocks = _operand_sizes(sizes, STATE_VALUES)
     # Bytes of one stage: w and k, u, and g_cumsum. Triton allocates up to as much again for the

@@ -327,9 +327,11 @@ def lookup(tokens: int, n: int, k: int, dtype: torch.dtype, arch: str, split_k: 
     return _choose_tile(bucket(tokens), n, k, dtype, arch, split_k)
 
 
-def seconds(run: Callable[[T], object], weights: Sequence[T]) -> float:
+def seconds(
+    run: Callable[[T], object], weights: Sequence[T], min_launches: int = LAUNCHES
+) -> float:
     """Return the seconds per launch in a replayed graph that walks through the weights."""
-    rounds = -(-LAUNCHES // len(weights))
+    rounds = -(-min_launches // len(weights))
     calls = [partial(run, weight) for weight in list(weights) * rounds]
     return seconds_per_call(calls, "cuda", REPLAYS, pick=min)
 
