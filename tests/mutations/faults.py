@@ -84,6 +84,7 @@ class Fault:
     old, new: pattern of the code that the fault changes, and its replacement.
     test: the test of pytest that finds the fault. "": `lockstep check` finds it; the check runs the
     bundled model, which is dense and not quantized.
+    breaks: promise that the fault breaks, where its name does not say it.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Fault:
     old: str
     new: str
     test: str = ""
+    breaks: str = ""
 
     @property
     def numba(self) -> bool:

@@ -5,7 +5,8 @@ from functools import cache
 
 import pytest
 
-from tests.mutations.faults import FAULTS, Fault
+from tests.mutations.faults import Fault
+from tests.mutations.groups import ALL
 from tests.mutations.patterns import PatternError, replaced
 from tests.mutations.suite import SOURCE, mutated
 
@@ -182,10 +183,10 @@ def sound_and_renamed(file: str) -> tuple[str, str]:
     return text, renamed(text, text)
 
 
-FIRST_OF_AREA = {fault.area: fault for fault in reversed(FAULTS)}
+FIRST_OF_AREA = {fault.area: fault for fault in reversed(ALL)}
 RENAMED = [
     pytest.param(f, id=f.name, marks=() if f is FIRST_OF_AREA[f.area] else pytest.mark.slow)
-    for f in FAULTS
+    for f in ALL
 ]
 
 
