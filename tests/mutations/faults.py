@@ -85,6 +85,7 @@ class Fault:
     test: the test of pytest that finds the fault. "": `lockstep check` finds it; the check runs the
     bundled model, which is dense and not quantized.
     breaks: promise that the fault breaks, where its name does not say it.
+    gpu: only a GPU runs the changed code.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Fault:
     new: str
     test: str = ""
     breaks: str = ""
+    gpu: bool = False
 
     @property
     def numba(self) -> bool:

@@ -23,7 +23,10 @@ from tests.mutations.suite import (
     own_trial,
     require_sound,
     run_trial,
+    trial_of,
 )
+
+HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def trials_of(faults: Sequence[Fault], commands: Sequence[str]) -> list[Trial]:
@@ -36,7 +39,7 @@ def trials_of(faults: Sequence[Fault], commands: Sequence[str]) -> list[Trial]:
     # A check that finds nothing takes minutes, so it must not be the last to start.
     ordered = sorted(commands, key=lambda command: command != "default")
     return [
-        Trial(fault, command, fault.test if command == TEST else "")
+        trial_of(fault, command)
         for command in ordered
         for fault in faults
         if fault.test or command != TEST
@@ -51,15 +54,13 @@ def run_trials(
     Each command and test runs in a copy without a fault as well. Raises RuntimeError if it finds
     something there.
     """
-    sound = {
-        (trial.command, trial.test): Trial(None, trial.command, trial.test) for trial in trials
-    }
+    sound = list(dict.fromkeys(trial.without_fault for trial in trials))
     context = get_context("spawn")
     with tempfile.TemporaryDirectory() as name:
         pool = ProcessPoolExecutor(jobs, context, initializer=_make_copy, initargs=(name,))
         try:
             limits = (name, seed, max_seconds)
-            checks = [pool.submit(_require_sound, trial, *limits) for trial in sound.values()]
+            checks = [pool.submit(_require_sound, trial, *limits) for trial in sound]
             futures: dict[Future[Any], Trial | None] = dict.fromkeys(checks)
             futures |= {pool.submit(_run, trial, *limits): trial for trial in trials}
             for future in as_completed(futures):
@@ -85,11 +86,15 @@ def _folder(name: str) -> Path:
 
 
 def _require_sound(trial: Trial, name: str, seed: int, max_seconds: float) -> None:
+    if trial.gpu and not HAS_GPU:
+        return
     require_sound(trial, _folder(name), seed, max_seconds)
 
 
 def _run(trial: Trial, name: str, seed: int, max_seconds: float) -> Result:
     """Return the result of a trial; a command that does not run finds nothing."""
+    if trial.gpu and not HAS_GPU:
+        return Result("", "not run: it needs a GPU", 0.0)
     try:
         return run_trial(trial, _folder(name), seed, max_seconds)
     except RuntimeError as error:

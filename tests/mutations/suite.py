@@ -7,11 +7,12 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.mutations.faults import PACKAGE, Fault
@@ -41,6 +42,8 @@ WITHOUT_NUMBA = "import sys\nsys.modules['numba'] = sys.modules['llvmlite'] = No
 """Code of a sitecustomize.py, which every process of a copy runs: its ops are torch's then."""
 MAX_SECONDS = 900
 """Time limit of a command that has found nothing, on a busy machine."""
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
+"""Signals that end a process for want of memory or time, not by a fault."""
 TESTS_FAILED = 1
 """Exit status of pytest if a test failed. Higher ones mean that tests did not run."""
 
@@ -49,16 +52,20 @@ TESTS_FAILED = 1
 class Trial:
     """Run of one command in a copy with one fault, or without one (fault None).
 
-    command: one of COMMANDS. test: test of the command TEST.
+    command: one of COMMANDS. test: test of the command TEST. gpu: whether the command sees GPUs.
+    numba: whether ops run in Numba kernels where they can; most faults are in torch's ops.
     """
 
     fault: Fault | None
     command: str
     test: str = ""
+    gpu: bool = False
+    numba: bool = False
 
-    def __str__(self) -> str:
-        fault = "no fault" if self.fault is None else self.fault.name
-        return f"{fault}: {self.test or self.command}"
+    @property
+    def without_fault(self) -> "Trial":
+        """Return the trial of the same command in a copy without a fault."""
+        return replace(self, fault=None)
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,18 @@ class Result:
     case: str
     what: str
     seconds: float
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Copy of the package in a folder, and how commands run there.
+
+    gpu: whether they see GPUs. max_seconds: time limit of a command.
+    """
+
+    folder: Path
+    gpu: bool
+    max_seconds: float
 
 
 @contextmanager
@@ -111,18 +130,21 @@ def put_in(fault: Fault, folder: Path) -> Iterator[None]:
     path = folder / "lockstep" / fault.file
     original = (SOURCE / fault.file).read_text(encoding="utf-8")
     path.write_text(mutated(original, fault), encoding="utf-8")
-    if not fault.numba:
-        (folder / "sitecustomize.py").write_text(WITHOUT_NUMBA, encoding="utf-8")
     try:
         yield
     finally:
         shutil.copy2(SOURCE / fault.file, path)
-        (folder / "sitecustomize.py").unlink(missing_ok=True)
 
 
 def own_trial(fault: Fault, size: str = "default") -> Trial:
     """Return the trial that must find a fault: of the test that it names, or the check."""
-    return Trial(fault, TEST, fault.test) if fault.test else Trial(fault, size)
+    return trial_of(fault, TEST if fault.test else size)
+
+
+def trial_of(fault: Fault, command: str) -> Trial:
+    """Return the trial of a command."""
+    test = fault.test if command == TEST else ""
+    return Trial(fault, command, test, fault.gpu, fault.numba)
 
 
 def run_trial(
@@ -132,15 +154,17 @@ def run_trial(
 
     Raises RuntimeError if the command did not run.
     """
+    (folder / "sitecustomize.py").write_text("" if trial.numba else WITHOUT_NUMBA, encoding="utf-8")
     with nullcontext() if trial.fault is None else put_in(trial.fault, folder):
+        copy = Copy(folder, trial.gpu, max_seconds)
         started = _spent()
         try:
             if trial.command == TEST:
-                case, what = _tested(trial.test, folder, max_seconds)
+                case, what = _tested(copy, trial.test)
             elif trial.command == DOCTOR:
-                case, what = _examined(folder, max_seconds)
+                case, what = _examined(copy)
             else:
-                return _checked(folder, trial.command, seed, max_seconds)
+                return _checked(copy, trial.command, seed)
         except subprocess.TimeoutExpired:
             case, what = "", f"no end after {max_seconds:g} s"
         return Result(case, what, _spent() - started)
@@ -153,7 +177,7 @@ def require_sound(
 
     A command that cannot run would seem to find every fault.
     """
-    result = run_trial(Trial(None, trial.command, trial.test), folder, seed, max_seconds)
+    result = run_trial(trial.without_fault, folder, seed, max_seconds)
     if result.case or result.what:
         raise RuntimeError(
             f"{trial.test or trial.command} is not clean in the copy without a fault: "
@@ -161,13 +185,12 @@ def require_sound(
         )
 
 
-def _checked(folder: Path, size: str, seed: int, max_seconds: float) -> Result:
+def _checked(copy: Copy, size: str, seed: int) -> Result:
     """Return the result of a check, whose CPU time excludes the start of its process."""
     started = _spent()
-    done = _python(folder, max_seconds, "-c", CHECK, size, str(seed))
+    done = _python(copy, "-c", CHECK, size, str(seed))
     if done.returncode:
-        last = done.stderr.strip().splitlines()[-1]
-        return Result("the check itself", last, _spent() - started)
+        return Result("the check itself", _end(done), _spent() - started)
     report = json.loads(done.stdout.splitlines()[-1])
     if not report["failures"]:
         return Result("", "", report["spent"])
@@ -186,30 +209,33 @@ def _case(failure: dict) -> str:
     return f"matrix: {drafting}, {setup['phase']}, {failure['batch']}, {failure['request']}"
 
 
-def _examined(folder: Path, max_seconds: float) -> tuple[str, str]:
+def _examined(copy: Copy) -> tuple[str, str]:
     """Return the first finding of the doctor about a kernel, two empty texts if none.
 
     Faults of the machine are not findings.
     """
-    done = _python(folder, max_seconds, "-m", "lockstep", "doctor", "--no-save", "--json")
+    done = _python(copy, "-m", "lockstep", "doctor", "--no-save", "--json")
     try:
         examined = json.loads(done.stdout)["kernels"]["examined"]
     except ValueError:
-        return "the doctor itself", done.stderr.strip().splitlines()[-1]
+        return "the doctor itself", _end(done)
     for finding in (finding for entry in examined for finding in entry["findings"]):
         return f"{finding['op']}, {finding['backend']}: {finding['check']}", finding["detail"]
     return "", ""
 
 
-def _tested(test: str, folder: Path, max_seconds: float) -> tuple[str, str]:
+def _tested(copy: Copy, test: str) -> tuple[str, str]:
     """Return a failed test and its error, two empty texts if none failed.
 
     Raises RuntimeError if the test did not run.
     """
-    command = ["-m", "pytest", "-q", "-x", "--tb=no", "-p", "no:cacheprovider", "-m", "not gpu"]
-    done = _python(folder, max_seconds, *command, test)
+    command = ["-m", "pytest", "-q", "-x", "--tb=no", "-p", "no:cacheprovider"]
+    marks = "gpu or not gpu" if copy.gpu else "not gpu"
+    done = _python(copy, *command, "-m", marks, test)
     if done.returncode == 0:
         return "", ""
+    if done.returncode < 0:
+        return test, _end(done)
     # An ERROR is a fixture that raises: most of them build an engine.
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     if done.returncode != TESTS_FAILED or not failed:
@@ -218,32 +244,40 @@ def _tested(test: str, folder: Path, max_seconds: float) -> tuple[str, str]:
     return case, what
 
 
+def _end(done: subprocess.CompletedProcess[str]) -> str:
+    """Return how a process ended that failed: by a signal, or its last line."""
+    if done.returncode < 0:
+        return f"signal {-done.returncode}"
+    return done.stderr.strip().splitlines()[-1]
+
+
 def _spent() -> float:
     """Return the CPU seconds of ended child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
-def _python(folder: Path, max_seconds: float, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in the copy until it ends, without GPUs: faults are in what a CPU runs.
+def _python(copy: Copy, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in the copy until it ends.
 
-    Raises RuntimeError if a signal ended it, and subprocess.TimeoutExpired.
+    Raises RuntimeError if another process killed it, and subprocess.TimeoutExpired.
     """
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(copy.folder), os.environ.get("PYTHONPATH")]))
     settings = {
         "PYTHONPATH": path,
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
     }
+    if not copy.gpu:
+        settings["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        cwd=folder,
-        timeout=max_seconds,
+        cwd=copy.folder,
+        timeout=copy.max_seconds,
         env={**os.environ, **settings},
     )
-    if done.returncode < 0:
+    if -done.returncode in FROM_OUTSIDE:
         raise RuntimeError(f"the command was killed by signal {-done.returncode}; run it again")
     return done
