@@ -20,6 +20,7 @@ NAMES_A_LOCAL = {
     "a resumed prompt of Mamba-2 begins from the row's state, not the snapshot",
     "a token of a latent attention window sees the next one",
     "a draft model reads the token after each position", "a grammar's masks lie at the first row",
+    "a window over latents is one grouped query",
 }  # fmt: skip
 """Faults whose replacement reads a local variable that their pattern does not match."""
 
