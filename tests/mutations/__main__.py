@@ -55,7 +55,7 @@ def main() -> int:
             write_results(args.json, results, args.seed)
     found = {trial.fault for trial, result in results if result.case}
     for command in dict.fromkeys(trial.command for trial in trials):
-        tried = [result for trial, result in results if trial.command == command]
+        tried = [r for trial, r in results if trial.command == command and r.ran]
         print(f"{command}: {sum(bool(r.case) for r in tried)} of {len(tried)} found")
     missed = [fault.name for fault in chosen[first::step] if fault not in found]
     print(f"{len(missed)} not found by any command", *missed, sep="\n  ")
@@ -65,7 +65,8 @@ def main() -> int:
 def line(trial: Trial, result: Result) -> str:
     """Return a result as a line of the table."""
     assert trial.fault is not None
-    by = f"{result.case}: {result.what[:90]}" if result.case else f"NOT FOUND {result.what}"
+    missed = "NOT FOUND" if result.ran else "NOT RUN"
+    by = f"{result.case}: {result.what[:90]}" if result.case else f"{missed} {result.what}"
     return (
         f"| {trial.fault.name} | {trial.fault.area} | {trial.command} | {by} "
         f"| {result.seconds:.0f} |"

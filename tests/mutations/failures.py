@@ -2,7 +2,7 @@
 
 Lockstep exists to make these failures impossible: F1 to F6 of tests/regressions, with the reports
 of users. Where the code that failed elsewhere does not exist here, the fault is the nearest one.
-UNMATCHED names the reports without such a fault.
+docs/conformance.md names the reports without a fault.
 """
 
 from tests.mutations.faults import (
@@ -229,15 +229,3 @@ FAULTS = (
         "F6: vLLM #49354, a LoRA adapter of a hybrid changed nothing",
     ),
 )  # fmt: skip
-
-UNMATCHED = {
-    "F3: speed of graphs with an allocation per call": "speed, not an answer",
-    "F3: a launch of four CTAs at batch 1": "speed, not an answer",
-    "F3: tile sizes that are no power of two": "the kernel does not compile, so nothing is served",
-    "F4: private dummy pages for each captured row": "no code imitates a step: padding rows share "
-    "the null page, so there is no such code to change",
-    "F5: a kernel that fails with asynchronous launches alone": "launches of a CPU are blocking; "
-    "tests/doctor puts it into a fake backend, and with a GPU's marker into a real one",
-    "F6: days of uptime": "a trial lasts minutes; the fault has short keys instead",
-}
-"""Reports without a fault of their own, and why."""

@@ -92,13 +92,13 @@ def _require_sound(trial: Trial, name: str, seed: int, max_seconds: float) -> No
 
 
 def _run(trial: Trial, name: str, seed: int, max_seconds: float) -> Result:
-    """Return the result of a trial; a command that does not run finds nothing."""
+    """Return the result of a trial, also where its command does not run."""
     if trial.gpu and not HAS_GPU:
-        return Result("", "not run: it needs a GPU", 0.0)
+        return Result("", "it needs a GPU", 0.0, ran=False)
     try:
         return run_trial(trial, _folder(name), seed, max_seconds)
     except RuntimeError as error:
-        return Result("", f"not run: {error}", 0.0)
+        return Result("", str(error), 0.0, ran=False)
 
 
 def to_json(results: Iterable[tuple[Trial, Result]], seed: int) -> dict[str, Any]:

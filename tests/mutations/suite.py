@@ -73,12 +73,13 @@ class Result:
     """Result of a trial.
 
     case: the first case that differed, "" if none. seconds: CPU time until then, without the start
-    of the process for a check.
+    of the process for a check. ran: False where the command did not run, for the reason in `what`.
     """
 
     case: str
     what: str
     seconds: float
+    ran: bool = True
 
 
 @dataclass(frozen=True)

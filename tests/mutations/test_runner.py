@@ -55,8 +55,8 @@ def test_results_are_printed_and_written(
     (entry,) = json.loads(path.read_text())["faults"]
     assert entry["group"] == "faults" and entry["name"] == CHECKED.name
     assert entry["commands"] == {
-        "default": {"case": "scenario 3", "what": "tokens", "seconds": 7.5},
-        "quick": {"case": "", "what": "", "seconds": 7.5},
+        "default": {"case": "scenario 3", "what": "tokens", "seconds": 7.5, "ran": True},
+        "quick": {"case": "", "what": "", "seconds": 7.5, "ran": True},
     }
 
 
