@@ -6,7 +6,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from importlib.metadata import version
 from multiprocessing import get_context
@@ -21,7 +21,6 @@ from tests.mutations.suite import (
     Trial,
     copy_package,
     own_trial,
-    require_sound,
     run_trial,
     trial_of,
 )
@@ -49,28 +48,41 @@ def trials_of(faults: Sequence[Fault], commands: Sequence[str]) -> list[Trial]:
 def run_trials(
     trials: Sequence[Trial], jobs: int, seed: int, max_seconds: float
 ) -> Iterator[tuple[Trial, Result]]:
-    """Yield each trial with its result as it ends.
+    """Yield each trial with its result, once it and the same command without a fault have ended.
 
-    Each command and test runs in a copy without a fault as well. Raises RuntimeError if it finds
-    something there.
+    A command that finds something without a fault counts as not run.
     """
-    sound = list(dict.fromkeys(trial.without_fault for trial in trials))
+    waiting = dict[Trial, list[tuple[Trial, Result]]]()
+    sound = dict.fromkeys(trial.without_fault for trial in trials)
+    results_without_fault = dict[Trial, Result]()
     context = get_context("spawn")
     with tempfile.TemporaryDirectory() as name:
         pool = ProcessPoolExecutor(jobs, context, initializer=_make_copy, initargs=(name,))
         try:
-            limits = (name, seed, max_seconds)
-            checks = [pool.submit(_require_sound, trial, *limits) for trial in sound]
-            futures: dict[Future[Any], Trial | None] = dict.fromkeys(checks)
-            futures |= {pool.submit(_run, trial, *limits): trial for trial in trials}
+            futures = {
+                pool.submit(_run, trial, name, seed, max_seconds): trial
+                for trial in (*sound, *trials)
+            }
             for future in as_completed(futures):
-                trial = futures[future]
-                if trial is None:
-                    future.result()
+                trial, result = futures[future], future.result()
+                if trial.fault is None:
+                    results_without_fault[trial] = result
                 else:
-                    yield trial, future.result()
+                    waiting.setdefault(trial.without_fault, []).append((trial, result))
+                if trial.without_fault in results_without_fault:
+                    without = results_without_fault[trial.without_fault]
+                    for ended, found in waiting.pop(trial.without_fault, []):
+                        yield ended, judged(found, without)
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def judged(result: Result, without_fault: Result) -> Result:
+    """Return a result, or why it does not count."""
+    if not without_fault.case and not without_fault.what:
+        return result
+    what = f"without a fault: {without_fault.case} {without_fault.what}"
+    return Result("", what, result.seconds, ran=False)
 
 
 def _make_copy(name: str) -> None:
@@ -83,12 +95,6 @@ def _folder(name: str) -> Path:
     folder = Path(name, str(os.getpid()))
     folder.mkdir(exist_ok=True)
     return folder
-
-
-def _require_sound(trial: Trial, name: str, seed: int, max_seconds: float) -> None:
-    if trial.gpu and not HAS_GPU:
-        return
-    require_sound(trial, _folder(name), seed, max_seconds)
 
 
 def _run(trial: Trial, name: str, seed: int, max_seconds: float) -> Result:

@@ -10,7 +10,7 @@ import pytest
 from tests.mutations import __main__ as command
 from tests.mutations import suite
 from tests.mutations.faults import FAST, FAULTS
-from tests.mutations.runner import run_trials, trials_of
+from tests.mutations.runner import judged, run_trials, trials_of
 from tests.mutations.suite import DOCTOR, Result, Trial, run_trial
 
 CHECKED = next(fault for fault in FAULTS if not fault.test)
@@ -89,6 +89,27 @@ def test_findings_of_the_doctor(
     done = subprocess.CompletedProcess([], int(bool(case)), out, "Traceback\nKeyError: 'linear'")
     monkeypatch.setattr(suite, "_python", lambda *arguments: done)
     assert run_trial(Trial(None, DOCTOR), tmp_path).case == case
+
+
+@pytest.mark.parametrize(
+    ("without_fault", "expected"),
+    [
+        (Result("", "", 1.0), Result("scenario 3", "tokens", 7.5)),
+        (
+            Result("scenario 1", "bits", 1.0),
+            Result("", "without a fault: scenario 1 bits", 7.5, ran=False),
+        ),
+        (
+            Result("", "it needs a GPU", 0.0, ran=False),
+            Result("", "without a fault:  it needs a GPU", 7.5, ran=False),
+        ),
+    ],
+    ids=["clean", "not clean", "not run"],
+)
+def test_a_command_that_fails_without_a_fault_counts_as_not_run(
+    without_fault: Result, expected: Result
+) -> None:
+    assert judged(Result("scenario 3", "tokens", 7.5), without_fault) == expected
 
 
 @pytest.mark.slow
