@@ -301,6 +301,32 @@ def test_package_diagram_is_current() -> None:
     assert diagram.rows(graph) == [["a"], ["b"], ["c"]]
 
 
+def test_tables_of_faults_are_current() -> None:
+    """Update: python docs/faults.py."""
+    faults = script("faults")
+    for name in faults.PAGES:
+        assert (DOCS / name).read_text() == faults.page(name)
+
+
+def test_results_of_faults_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = script("faults")
+    monkeypatch.setattr(faults, "RESULTS", tmp_path / "faults.json")
+    faults.RESULTS.write_text('{"runs": [], "faults": {}}')
+    run = {"date": "2026-11-29", "machine": "16 cores", "torch": "2.11.0", "seed": 0}
+    found = {"case": "scenario 3", "what": "tokens", "seconds": 7.6, "ran": True}
+    missed = {"case": "", "what": "", "seconds": 90.2, "ran": True}
+    not_run = {"case": "", "what": "it needs a GPU", "seconds": 0.0, "ran": False}
+    (fault, *_) = faults.groups()[faults.FAILURES]
+    for part, commands in enumerate(({"quick": missed, "doctor": not_run}, {"default": found})):
+        entry = {"name": fault.name, "commands": commands}
+        (tmp_path / f"{part}.json").write_text(json.dumps(run | {"faults": [entry]}))
+    faults.merge([tmp_path / "0.json", tmp_path / "1.json"])
+    _, _, row, *_ = faults.fault_table(faults.FAILURES, faults.read_results())
+    assert f"| {fault.name} | missed | 8 s | not run | not run |" in row
+    summary = list(faults.summary_table(faults.read_results()))
+    assert f"| `{faults.FAILURES}` | 20 | 0 of 1 | 1 of 1 | 0 of 0 | 0 of 0 | 1 of 1 |" in summary
+
+
 def test_published_checkpoints_table_is_current() -> None:
     """Update: python docs/published.py."""
     published = script("published")

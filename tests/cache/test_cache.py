@@ -60,6 +60,17 @@ def test_joint_hit_needs_pages_and_snapshot() -> None:
     assert cached(cache, prompt[:5]) == 4
 
 
+def test_hit_resumes_from_its_snapshot_where_more_pages_are_cached() -> None:
+    cache = make(slots=9)
+    prompt = list(range(16))
+    run_prompt(cache, prompt, snapshots=(4,))
+    seq = CacheSeq([*prompt, 1])
+    assert cache.admit(seq, 17) == 4
+    assert seq.branch == 16
+    assert cache.state is not None
+    assert cache.state.pool.key_of[seq.source] == seq.keys[0]
+
+
 def test_snapshot_without_its_pages_is_no_hit() -> None:
     cache = make(pages=5, slots=9)
     prompt = list(range(16))
@@ -199,3 +210,10 @@ def test_digests_change_keys_of_their_page_and_later_pages() -> None:
     assert len({tuple(line[:1]) for line in keys}) == 1, "nothing differs before the image"
     for page in (1, 2, 3):
         assert len({line[page] for line in keys}) == 4
+
+
+def test_keys_of_many_pages_differ() -> None:
+    """A server has pages for weeks, so keys must not repeat."""
+    seq = CacheSeq(range(2000 * PAGE))
+    seq.key(1999, PAGE)
+    assert len(set(seq.keys)) == 2000

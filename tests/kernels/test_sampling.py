@@ -14,6 +14,7 @@ from lockstep.kernels.sampling import (
     BIAS,
     FILTERS,
     NOISE,
+    PENALTIES,
     SamplingState,
     sample,
 )
@@ -177,6 +178,46 @@ def test_scores_that_overflow_fp32_give_no_token(backend):
         assert (backend.run(sample, arguments) == -1).all()
     arguments["state"].flags[1:] = 0
     assert (backend.run(sample, arguments) == 7).all()
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_top_k_keeps_all_tokens_that_tie_with_its_last(backend):
+    state = SamplingState.empty(2, 40, 16, (32, 8), "cpu")
+    state.flags[1] = FILTERS | NOISE
+    state.temperature[1] = 1.0
+    state.top_p[1] = 1.0
+    state.top_k[1] = 2
+    logits = torch.zeros(64, 1, 40)
+    logits[..., 9] = 3.0
+    logits[..., [5, 7, 30]] = 2.0
+    tokens = backend.run(sample, sampled_alone(state, logits))
+    assert set(tokens.flatten().tolist()) == {5, 7, 9, 30}
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_penalties_count_each_draft_of_the_longest_window(backend):
+    """A token's lead of 10.5 lasts for 11 positions, since each draft of it costs 1."""
+    state = SamplingState.empty(2, 40, 16, (32, 8), "cpu")
+    state.flags[1] = PENALTIES
+    state.repetition[1] = 1.0
+    state.frequency[1] = 1.0
+    logits = torch.zeros(1, 16, 40)
+    logits[..., 7] = 10.5
+    arguments = sampled_alone(state, logits) | {"drafts": torch.full((1, 15), 7)}
+    assert backend.run(sample, arguments)[0].tolist() == [7] * 11 + [0] * 5
+
+
+def sampled_alone(state: SamplingState, logits: torch.Tensor) -> dict[str, Any]:
+    """Return arguments that sample the logits [S, Q, V] for row 1, each at its own position."""
+    rows, queries = logits.shape[:2]
+    return dict(
+        logits=logits,
+        positions=torch.arange(rows * queries).view(rows, queries) + 50,
+        drafts=torch.full((rows, queries - 1), -1),
+        row_ids=torch.ones(rows, dtype=torch.int64),
+        history=torch.zeros(2, 200, dtype=torch.int64),
+        state=state,
+    )
 
 
 @pytest.mark.parametrize("queries", [1, 3])

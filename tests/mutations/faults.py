@@ -84,6 +84,8 @@ class Fault:
     old, new: pattern of the code that the fault changes, and its replacement.
     test: the test of pytest that finds the fault. "": `lockstep check` finds it; the check runs the
     bundled model, which is dense and not quantized.
+    breaks: promise that the fault breaks, where its name does not say it.
+    gpu: only a GPU runs the changed code.
     """
 
     name: str
@@ -93,6 +95,8 @@ class Fault:
     old: str
     new: str
     test: str = ""
+    breaks: str = ""
+    gpu: bool = False
 
     @property
     def numba(self) -> bool:

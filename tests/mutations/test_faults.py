@@ -11,8 +11,18 @@ from lockstep.check import run_check
 from tests.check.faulty import flip_last_logit_bit
 from tests.mutations import suite
 from tests.mutations.faults import FAST, FAULTS, Fault
+from tests.mutations.groups import ALL, GROUPS
 from tests.mutations.patterns import PatternError
-from tests.mutations.suite import ROOT, SOURCE, copied, mutated, require_sound, try_fault
+from tests.mutations.suite import (
+    ROOT,
+    SOURCE,
+    Trial,
+    copied,
+    mutated,
+    own_trial,
+    require_sound,
+    run_trial,
+)
 from tests.tiny_model import TWO_LAYERS, make_model
 
 AREAS = {
@@ -28,12 +38,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_there_are_enough_and_everywhere() -> None:
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 40
-    assert {fault.area for fault in FAULTS} == AREAS
+    assert len({fault.name for fault in ALL}) == len(ALL) >= 40
+    assert {fault.area for fault in FAULTS} == {fault.area for fault in ALL} == AREAS
     assert set(FAST) <= {fault.name for fault in FAULTS}
 
 
-TESTED = [fault for fault in FAULTS if fault.test]
+def test_no_two_faults_are_equal() -> None:
+    changes = {(fault.module, fault.scope, fault.old, fault.new) for fault in ALL}
+    assert len(changes) == len(ALL)
+
+
+@pytest.mark.parametrize("fault", GROUPS["documented_promises"], ids=lambda f: f.name)
+def test_a_broken_promise_is_a_sentence_of_the_documentation(fault: Fault) -> None:
+    page, _, sentence = fault.breaks.partition(": ")
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert sentence in " ".join(text.split())
+
+
+TESTED = [fault for fault in ALL if fault.test]
 
 
 @pytest.mark.parametrize("fault", TESTED, ids=lambda f: f.name)
@@ -48,6 +70,7 @@ def test_the_test_of_a_fault_is_there(fault: Fault) -> None:
     [
         (0, "3 passed", ""),
         (1, "FAILED tests/a.py::b[c] - it differs", "tests/a.py::b[c]"),
+        (1, "ERROR tests/a.py::b - no engine", "tests/a.py::b"),
         (2, "ERROR tests/a.py", None),
         (4, "ERROR: not found: tests/a.py::b", None),
         (5, "no tests ran", None),
@@ -59,17 +82,17 @@ def test_only_a_test_that_fails_finds_a_fault(
     fault = TESTED[0]
     (tmp_path / "lockstep" / fault.file).parent.mkdir(parents=True)
     done = subprocess.CompletedProcess([], code, out, "")
-    monkeypatch.setattr(suite, "_python", lambda folder, *arguments: done)
+    monkeypatch.setattr(suite, "_python", lambda *arguments: done)
     if case is None:
         with pytest.raises(RuntimeError, match="was not run"):
-            try_fault(fault, tmp_path)
+            run_trial(own_trial(fault), tmp_path)
     else:
-        assert try_fault(fault, tmp_path).case == case
+        assert run_trial(own_trial(fault), tmp_path).case == case
     mended = (tmp_path / "lockstep" / fault.file).read_bytes()
     assert mended == (SOURCE / fault.file).read_bytes()
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.name)
+@pytest.mark.parametrize("fault", ALL, ids=lambda f: f.name)
 def test_a_fault_can_be_put_in(fault: Fault) -> None:
     sound = (SOURCE / fault.file).read_text(encoding="utf-8")
     compile(mutated(sound, fault), fault.file, "exec")
@@ -82,13 +105,13 @@ def test_a_fault_that_does_not_apply_says_so() -> None:
     assert str(error.value) == (
         "the fault 'gone' does not apply to config.py: 'no_such($x)' matches nothing in f. The "
         "most similar code there:\n  line 2: such(a)\n"
-        "State the fault in tests/mutations/faults.py for the code that is there now."
+        "State the fault in tests/mutations for the code that is there now."
     )
 
 
 def assert_found(fault: Fault, folder: Path, size: str) -> None:
     """Assert that the fault is found."""
-    result = try_fault(fault, folder, size)
+    result = run_trial(own_trial(fault, size), folder)
     print(f"{fault.name}: {result.case}: {result.what}, {result.seconds:.0f} s")
     assert result.case, f"{fault.name} was not found: {result.what}"
 
@@ -107,7 +130,7 @@ def test_the_check_of_a_fault_is_run_and_read(
     (tmp_path / "lockstep" / fault.file).parent.mkdir(parents=True)
     model = str(make_model(tmp_path / "model", **TWO_LAYERS))
 
-    def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(copy: suite.Copy, *arguments: str) -> subprocess.CompletedProcess[str]:
         with monkeypatch.context() as patch:
             flip_last_logit_bit(patch)
             tiny = partial(run_check, model=model, load_format="dummy")
@@ -117,7 +140,7 @@ def test_the_check_of_a_fault_is_run_and_read(
         return subprocess.CompletedProcess([], 0, capsys.readouterr().out, "")
 
     monkeypatch.setattr(suite, "_python", run)
-    result = try_fault(fault, tmp_path, "quick", seed=3)
+    result = run_trial(Trial(fault, "quick"), tmp_path, seed=3)
     assert result.case.startswith("scenario ") and result.case.endswith(" of seed 3")
     assert result.what == "the bits of the logits differ"
     assert result.seconds > 0
@@ -125,20 +148,27 @@ def test_the_check_of_a_fault_is_run_and_read(
 
 @pytest.fixture(scope="module")
 def sound_folder(folder: Path) -> Path:
-    require_sound(folder)
+    require_sound(Trial(None, "quick"), folder)
     return folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.name)
+@pytest.mark.parametrize("fault", [f for f in ALL if not f.gpu], ids=lambda f: f.name)
 def test_the_default_check_or_its_test_finds(fault: Fault, sound_folder: Path) -> None:
     assert_found(fault, sound_folder, "default")
+
+
+FAILURE = (
+    '{"failures": [{"setup": {"phase": "scenario"}, "batch": "scenario 3", "what": "tokens"}], '
+    '"spent": 2.0}'
+)
+"""Report of a check, as its script prints it."""
 
 
 @pytest.mark.parametrize(
     ("code", "out", "err"),
     [
-        (0, '{"failures": [{"case": "a"}]}', ""),
+        (0, FAILURE, ""),
         (1, "", "ModuleNotFoundError: No module named 'pydantic'"),
     ],
     ids=["it differs", "it does not run"],
@@ -147,9 +177,9 @@ def test_a_check_that_fails_without_a_fault_judges_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, out: str, err: str
 ) -> None:
     done = subprocess.CompletedProcess([], code, out, err)
-    monkeypatch.setattr(suite, "_python", lambda folder, *arguments: done)
-    with pytest.raises(RuntimeError, match="without a fault is not clean"):
-        require_sound(tmp_path)
+    monkeypatch.setattr(suite, "_python", lambda *arguments: done)
+    with pytest.raises(RuntimeError, match="quick is not clean in the copy without a fault: "):
+        require_sound(Trial(None, "quick"), tmp_path)
 
 
 def test_faults_leave_no_change_in_the_copy(folder: Path) -> None:

@@ -5,7 +5,8 @@ from functools import cache
 
 import pytest
 
-from tests.mutations.faults import FAULTS, Fault
+from tests.mutations.faults import Fault
+from tests.mutations.groups import ALL
 from tests.mutations.patterns import PatternError, replaced
 from tests.mutations.suite import SOURCE, mutated
 
@@ -19,6 +20,7 @@ NAMES_A_LOCAL = {
     "a resumed prompt of Mamba-2 begins from the row's state, not the snapshot",
     "a token of a latent attention window sees the next one",
     "a draft model reads the token after each position", "a grammar's masks lie at the first row",
+    "a window over latents is one grouped query",
 }  # fmt: skip
 """Faults whose replacement reads a local variable that their pattern does not match."""
 
@@ -182,10 +184,10 @@ def sound_and_renamed(file: str) -> tuple[str, str]:
     return text, renamed(text, text)
 
 
-FIRST_OF_AREA = {fault.area: fault for fault in reversed(FAULTS)}
+FIRST_OF_AREA = {fault.area: fault for fault in reversed(ALL)}
 RENAMED = [
     pytest.param(f, id=f.name, marks=() if f is FIRST_OF_AREA[f.area] else pytest.mark.slow)
-    for f in FAULTS
+    for f in ALL
 ]
 
 

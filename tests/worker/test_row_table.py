@@ -114,6 +114,21 @@ def test_row_keeps_no_parameters_of_previous_request() -> None:
     assert (table.drafts[2] == -1).all()
 
 
+def test_penalties_of_a_cached_prompt_include_its_cached_tokens() -> None:
+    table = make_table(1)
+    spec = RowSpec.of(Request("a", [1, 2, 3, 4], SamplingParams(repetition_penalty=2.0)))
+    rows.write_row(table, 2, spec, 3)
+    assert table.sampling.in_prompt[2].nonzero().flatten().tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 100.0])
+def test_temperatures_have_no_bounds(temperature: float) -> None:
+    table = make_table(1)
+    spec = RowSpec.of(Request("a", [1], SamplingParams(temperature=temperature)))
+    rows.write_row(table, 2, spec, 0)
+    assert float(table.sampling.temperature[2]) == pytest.approx(temperature)
+
+
 @pytest.mark.parametrize(
     ("name", "prompt", "params"),
     [
