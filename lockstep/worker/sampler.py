@@ -53,8 +53,9 @@ class Sampler:
 def logprobs(logits: Tensor, tokens: list[int], count: int) -> list[dict[int, Logprob]]:
     """Return per position the log-probabilities of the chosen token and of the `count` likeliest.
 
-    logits [N, V] are raw. One log_softmax per row, so that the bits depend on that row alone; equal
-    values share a rank.
+    logits [N, V] are raw. One log_softmax per row, so that the bits depend on that row alone. The
+    chosen token shares its rank with equal values. Of equal values the smaller id is likelier, as
+    for the sampler.
     """
     entries = []
     # On the CPU: ranks and values do not depend on the GPU's reduction kernels.
@@ -62,9 +63,17 @@ def logprobs(logits: Tensor, tokens: list[int], count: int) -> list[dict[int, Lo
         scores = torch.log_softmax(row, -1)
         rank = int((scores > scores[token]).sum()) + 1
         entry = {token: Logprob(float(scores[token]), rank)}
-        values, ids = scores.topk(count) if count else (scores[:0], scores[:0])
-        likeliest = zip(values.tolist(), ids.tolist(), strict=True)
-        for next_rank, (value, index) in enumerate(likeliest, 1):
-            entry.setdefault(int(index), Logprob(value, next_rank))
+        for next_rank, (index, value) in enumerate(_likeliest(scores, count).items(), 1):
+            entry.setdefault(index, Logprob(value, next_rank))
         entries.append(entry)
     return entries
+
+
+def _likeliest(scores: Tensor, count: int) -> dict[int, float]:
+    """Return the `count` largest scores [V] by id: largest first, of equal ones the smaller id."""
+    if not count:
+        return {}
+    # topk gives the threshold only: which of equal scores it returns depends on `count`.
+    ids = (scores >= scores.topk(count).values[-1]).nonzero().flatten()
+    values, order = scores[ids].sort(descending=True, stable=True)
+    return dict(zip(ids[order[:count]].tolist(), values[:count].tolist(), strict=True))

@@ -13,11 +13,13 @@ from lockstep.outputs import RequestOutput
 from lockstep.scheduling.request import Request
 from lockstep.worker.executor import worker_of
 from lockstep.worker.hooks import CheckHooks
+from lockstep.worker.worker import PROMPT_LOGPROB_TILE
 from tests.bundled_model import (
     DRAFTS,
     GREEDY,
     NUM_TOKENS,
     PROMPTS,
+    TEXT,
     answer,
     assert_idle,
     bits,
@@ -176,6 +178,22 @@ def test_abort_in_any_phase_frees_everything(phase: str) -> None:
     assert_idle(llm)
 
 
+def test_id_of_an_aborted_request_is_counted_anew(engines: dict[str, LLM]) -> None:
+    llm = engines["none"]
+    counted = []
+    for max_tokens in (5, None):
+        before = llm.engine.refresh_stats().generation_tokens_total
+        (request,) = llm.processor.requests("again", TEXT, GREEDY)
+        llm.engine.add(request)
+        while llm.engine.has_work() and len(request.output_token_ids) != max_tokens:
+            llm.engine.step()
+        llm.engine.abort("again")
+        counted.append(llm.engine.refresh_stats().generation_tokens_total - before)
+        assert request.metrics.first_token_time is not None
+    assert counted == [5, NUM_TOKENS]
+    assert_idle(llm)
+
+
 def test_failed_step_caches_no_unwritten_page(
     engines: dict[str, LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +290,55 @@ def test_random_arrivals_and_aborts_change_no_answer(
     assert len(ended) == len(set(ended)) > 18 and len(requests) == 24
     assert engine.scheduler.preemptions > 10 and engine.scheduler.cache.hit_tokens > 0
     assert not worker_of(engine).saved and not engine.has_work()
+
+
+def scored_prompt(seed: int, priority: int = 0) -> Request:
+    """Return a request of two pages that asks for its prompt's log-probabilities.
+
+    Those of seed 0 are one more than a tile of logits.
+    """
+    prompt = random.Random(seed).choices(range(200), k=PROMPT_LOGPROB_TILE + 2 + seed)
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0)
+    return Request(f"scored {seed}", prompt, params, priority)
+
+
+@pytest.fixture(scope="module")
+def expected_scores(tiny: dict[str, Any]) -> list[list[Any]]:
+    """Return the answers of scored_prompt() 0, 1 and 2, each computed alone."""
+    engine = make_engine(None, **tiny).engine
+    requests = [scored_prompt(seed) for seed in range(3)]
+    for request in requests:
+        engine.run([request], lambda r: None)
+    return list(map(answer_bits, requests))
+
+
+def test_prompts_of_one_step_keep_their_logprobs(
+    tiny: dict[str, Any], expected_scores: list[list[Any]]
+) -> None:
+    engine = make_engine(None, **tiny).engine
+    requests = [scored_prompt(seed) for seed in range(3)]
+    for request in requests:
+        engine.add(request)
+    engine.step()
+    assert all(r.output_token_ids for r in requests), "the prompts are one step"
+    for request, answer_alone in zip(requests, expected_scores, strict=True):
+        assert len(request.prompt_logprobs) == len(request.prompt_token_ids) - 1
+        assert bits(request.prompt_logprobs) == answer_alone[2]
+
+
+def test_row_of_a_preempted_prompt_is_used_before_its_logprobs_are_read(
+    tiny: dict[str, Any], expected_scores: list[list[Any]]
+) -> None:
+    settings = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "steps_in_flight": 2}
+    engine = make_engine(None, scheduling_policy="priority", **settings, **tiny).engine
+    request = scored_prompt(0, priority=1)
+    engine.add(request)
+    engine.step()
+    engine.add(Request("urgent", [5] * 10, SamplingParams(max_tokens=2)))
+    while engine.has_work():
+        engine.step()
+    assert request.metrics.num_preemptions == 1
+    assert answer_bits(request) == expected_scores[0]
 
 
 def test_counters_grow_with_each_step(engines: dict[str, LLM]) -> None:

@@ -357,6 +357,25 @@ def test_lost_requests_are_submitted_with_what_the_client_has() -> None:
     client.shutdown()
 
 
+def test_tokens_of_an_earlier_server_are_kept_where_the_engine_is_lost() -> None:
+    """A request as the journal of a server that ended gives it to the next one."""
+    transport = FakeTransport()
+    client = AsyncEngine(transport)
+    client.start()
+
+    async def work() -> None:
+        request = make_request("resumed")
+        params = request.params.clone(forced_token_ids=[1, 2])
+        client.stream(replace(request, params=params, num_resumed=2))
+        transport.receiver.deliver([("resumed", one_token(3))])
+        transport.lose_engine()
+        (rest,) = transport.requests
+        assert (rest.params.forced_token_ids, rest.num_resumed) == ([1, 2, 3], 3)
+
+    run(work())
+    client.shutdown()
+
+
 def test_request_ends_with_the_last_engine_that_it_fails() -> None:
     transport = FakeTransport()
     client = AsyncEngine(transport)

@@ -100,8 +100,8 @@ class Fault:
 
     @property
     def numba(self) -> bool:
-        """Return whether the fault is in the launcher of a Numba kernel."""
-        return self.module.endswith((".numba", ".tiled"))
+        """Return whether the fault is in a Numba kernel or its launcher."""
+        return self.module.endswith((".numba", ".numba_kernels", ".tiled"))
 
     @property
     def file(self) -> str:

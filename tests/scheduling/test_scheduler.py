@@ -207,6 +207,15 @@ def test_short_prompts_do_not_starve_a_long_one() -> None:
     assert "long" not in sched.entries
 
 
+def test_admitted_prompts_have_a_chunk_in_the_same_schedule() -> None:
+    """The snapshot that a prompt resumes from is pinned in that schedule only."""
+    sched = make(slots=8, max_num_batched_tokens=128)
+    requests = [add_request(sched, name, 100) for name in "abcdef"]
+    while not all(request.output_token_ids for request in requests):
+        plan = step(sched)
+        assert {one.row for one in plan.admissions} <= {chunk.row for chunk in plan.prompt}
+
+
 def test_first_waiting_request_is_not_overtaken() -> None:
     sched = make(pages=11)
     add_request(sched, "a", 300, max_tokens=3)
@@ -321,11 +330,13 @@ def test_abort_in_every_phase(phase: str) -> None:
     assert sched.abort("a") is None and len(again.output_token_ids) == 8
 
 
-def test_prefixes_are_shared_within_a_salt_only() -> None:
-    sched = make()
+@pytest.mark.parametrize("adapter", ["", "tuned"])
+def test_prefixes_are_shared_within_a_salt_only(adapter: str) -> None:
+    sched = make(adapters={"tuned": "0a" * 16})
     starts = []
     for name, salt in (("a", ""), ("b", "x"), ("c", "x"), ("d", "\ud800"), ("e", "")):
-        request = Request(name, [7] * 200, SamplingParams(max_tokens=2), cache_salt=salt)
+        params = SamplingParams(max_tokens=2)
+        request = Request(name, [7] * 200, params, cache_salt=salt, adapter=adapter)
         sched.add(request)
         drain(sched)
         starts.append(request.metrics.num_cached_tokens)

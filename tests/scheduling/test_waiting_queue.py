@@ -47,6 +47,17 @@ def test_queue_equals_a_sorted_list(moves: list[tuple[str, int]]) -> None:
         assert len(queue._heap) <= 2 * len(expected) + MIN_STALE_KEYS + 1
 
 
+def test_order_survives_the_removal_of_most_entries() -> None:
+    """Entries that were queued in the reverse of their order are removed, the last one first."""
+    queue: WaitingQueue[Item] = WaitingQueue()
+    items = [Item((-number, number)) for number in range(4 * MIN_STALE_KEYS)]
+    for item in items:
+        queue.push(item)
+    for item in items[: 3 * MIN_STALE_KEYS]:
+        queue.remove(item)
+        assert queue.head() is items[-1]
+
+
 def test_entry_is_queued_once() -> None:
     queue: WaitingQueue[Item] = WaitingQueue()
     item = Item((0, 1))
