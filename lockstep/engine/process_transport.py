@@ -26,6 +26,7 @@ from lockstep.engine.messages import (
     Began,
     ChangedBlocks,
     Command,
+    Compiled,
     Ended,
     Failed,
     Heartbeat,
@@ -298,6 +299,8 @@ class ProcessTransport:
             self._receiver.blocks(report.events)
         elif isinstance(report, Began):
             self._receiver.begun(report.ids)
+        elif isinstance(report, Compiled):
+            self._receiver.compiled(report.ids)
         elif isinstance(report, Heartbeat):
             self._busy_for = report.busy_for
             with self._counting:

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from lockstep.engine.async_engine import SHUT_DOWN, Receiver
 from lockstep.engine.engine_loop import Delivery
-from lockstep.engine.messages import Began, EngineRequest, Heartbeat, Submit, Updates
+from lockstep.engine.messages import Began, Compiled, EngineRequest, Heartbeat, Submit, Updates
 from lockstep.engine.stats import Stats
 from lockstep.errors import NumericsError
 from lockstep.replicas.messages import (
@@ -367,6 +367,10 @@ class ReplicaTransport:
             why = "it ended"
         except ReplicaLostError as error:
             why = str(error)
+        except Exception as error:
+            # Without its reports, no request of the replica would ever end.
+            log.exception("the reports of replica %s failed", replica_id)
+            why = f"its reports failed: {error}"
         if replica_id in self._members:
             log.error("replica %s is lost: %s", replica_id, why)
             self._remove(replica_id, "lost", failed=True)
@@ -401,9 +405,10 @@ class ReplicaTransport:
         if isinstance(report, Updates):
             member.busy_for = 0.0
             self._deliver(member, report.updates)
-        elif isinstance(report, Began):
-            ids = (self._request_of.get(tag) for tag in report.ids)
-            self._receiver.begun([request_id for request_id in ids if request_id is not None])
+        elif isinstance(report, Began | Compiled):
+            ids = [self._request_of[tag] for tag in report.ids if tag in self._request_of]
+            is_begun = isinstance(report, Began)
+            (self._receiver.begun if is_begun else self._receiver.compiled)(ids)
         elif isinstance(report, Heartbeat):
             member.busy_for = report.busy_for
             self.router.set_ready(replica_id, True)

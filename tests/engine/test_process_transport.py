@@ -357,6 +357,26 @@ def test_lost_requests_are_submitted_with_what_the_client_has() -> None:
     client.shutdown()
 
 
+def test_request_that_waits_after_its_compilation_is_not_the_cause() -> None:
+    transport = FakeTransport()
+    client = AsyncEngine(transport)
+    client.start()
+
+    async def work() -> None:
+        client.stream(make_request("innocent"))
+        for _ in range(MAX_REQUEST_FAILURES):
+            transport.receiver.begun(["innocent"])
+            transport.receiver.compiled(["innocent", "nobody"])
+            assert transport.lose_engine() == Loss(0, 0, 1)
+        assert transport.requests[0].failures == 0
+        transport.receiver.begun(["innocent"])
+        transport.lose_engine()
+        assert transport.requests[0].failures == 1
+
+    run(work())
+    client.shutdown()
+
+
 def test_request_ends_with_the_last_engine_that_it_fails() -> None:
     transport = FakeTransport()
     client = AsyncEngine(transport)

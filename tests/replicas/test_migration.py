@@ -113,6 +113,35 @@ def test_answers_do_not_change_where_a_replica_goes_away(alone: LLM, way: str) -
     assert transport.moved_total[reason] > 2, "requests were moved in the middle"
 
 
+def test_reports_that_fail_lose_the_replica(alone: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """An unknown error moves the requests as the end of the replica does."""
+    params = [PARAMS[i].clone() for i in range(2)]
+    expected = list(map(answer, alone.generate(PROMPTS[:2], [one.clone() for one in params])))
+
+    async def work() -> list[RequestOutput]:
+        async with running() as replicas:
+            take = replicas.transport._take
+            replica_id = ""
+
+            def fail() -> None:
+                nonlocal replica_id
+                (_, replica_id), *_ = replicas.fleet.routed
+                replicas.transport._take = fail_once  # type: ignore[method-assign]
+
+            def fail_once(of: str, report: Any) -> None:
+                if of == replica_id:
+                    replicas.transport._take = take  # type: ignore[method-assign]
+                    raise ZeroDivisionError
+                take(of, report)
+
+            outputs = await replicas.answers(PROMPTS[:2], params, fail)
+            assert replicas.transport.moved_total["lost"]
+            return outputs
+
+    assert list(map(answer, asyncio.run(work()))) == expected
+    assert "the reports of replica" in caplog.text and "ZeroDivisionError" in caplog.text
+
+
 @pytest.mark.slow
 def test_answers_wait_while_no_replica_is_left(alone: LLM) -> None:
     prompts, params = PROMPTS, PARAMS
