@@ -396,6 +396,10 @@ class ReplicaTransport:
         calls = [progress.call for progress in self._progress.values()]
         return [call.tag for call in calls if call.replica_id == replica_id]
 
+    def _requests_of(self, tags: Sequence[str]) -> list[str]:
+        """Return the requests of calls that have not been lost meanwhile."""
+        return [self._request_of[tag] for tag in tags if tag in self._request_of]
+
     def _take(self, replica_id: str, report: ReplicaReport) -> None:
         """Handle a report."""
         member = self._members.get(replica_id)
@@ -405,10 +409,10 @@ class ReplicaTransport:
         if isinstance(report, Updates):
             member.busy_for = 0.0
             self._deliver(member, report.updates)
-        elif isinstance(report, Began | Compiled):
-            ids = [self._request_of[tag] for tag in report.ids if tag in self._request_of]
-            is_begun = isinstance(report, Began)
-            (self._receiver.begun if is_begun else self._receiver.compiled)(ids)
+        elif isinstance(report, Began):
+            self._receiver.begun(self._requests_of(report.ids))
+        elif isinstance(report, Compiled):
+            self._receiver.compiled(self._requests_of(report.ids))
         elif isinstance(report, Heartbeat):
             member.busy_for = report.busy_for
             self.router.set_ready(replica_id, True)
