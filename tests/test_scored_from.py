@@ -10,7 +10,8 @@ import pytest
 
 from lockstep import LLM, AsyncLLM, RequestOutput, RequestOutputKind
 from lockstep.errors import RequestError
-from tests.bundled_model import GREEDY, PROMPTS, SEEDED, assert_idle, bits, make_engine
+from lockstep.worker.executor import worker_of
+from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, assert_idle, bits, make_engine
 from tests.serve.live_server import MTP, SETTINGS, serving
 from tests.test_score import MODELS
 
@@ -80,6 +81,32 @@ def test_answer_goes_on_after_scored_tokens(llm: LLM, cut: int) -> None:
         assert before.outputs[0].text.endswith(rest.text)
         (total,) = {sum(e[t].logprob for t, e in zip(rest.token_ids, rest.logprobs, strict=True))}
         assert rest.cumulative_logprob == total
+    assert_idle(llm)
+
+
+def test_scores_do_not_change_while_steps_raise(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps fail between the windows of scored tokens, and after them."""
+    outputs = llm.generate(PROMPTS, PARAMS)
+    prompts, params = scored_requests(outputs, 80, max_tokens=9, logprobs=1)
+    expected = list(map(answer, llm.generate(prompts, params)))
+    worker = worker_of(llm.engine)
+    launch = worker.launch
+    num_steps = 0
+
+    def fail(*arguments: Any) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps % 7 == 0:
+            raise RuntimeError("a step failed")
+        return launch(*arguments)
+
+    before = llm.engine.drain_stats().resumed_total
+    monkeypatch.setattr(worker, "launch", fail)
+    scored = llm.generate(prompts, params)
+    assert list(map(answer, scored)) == expected
+    for output, plain in zip(scored, outputs, strict=True):
+        assert bits(output.prompt_logprobs) == expected_logprobs(plain, 2, 80)
+    assert llm.engine.drain_stats().resumed_total > before
     assert_idle(llm)
 
 

@@ -27,6 +27,10 @@ SHUT_DOWN = "it was shut down"
 log = logging.getLogger("lockstep.engine")
 
 
+def ignore_ids(request_ids: Sequence[str]) -> None:
+    """Ignore the ids of requests."""
+
+
 class Loss(NamedTuple):
     """Consequences of the loss of an engine.
 
@@ -52,6 +56,7 @@ class Receiver:
     ended: called once with the reason when no more updates follow; the flag is True where the
     engine ended without stop().
     blocks: receives the events of cached blocks.
+    compiled: receives the ids of requests that wait for rows after their grammars were compiled.
     """
 
     deliver: Deliver
@@ -59,6 +64,7 @@ class Receiver:
     lost: "Lost"
     ended: Callable[[str, bool], None]
     blocks: DeliverBlocks = ignore_blocks
+    compiled: Callable[[Sequence[str]], None] = ignore_ids
 
 
 class Lost(Protocol):
@@ -238,7 +244,8 @@ class AsyncEngine:
         """Start the transport."""
         self._ended = None
         blocks = ignore_blocks if self._publisher is None else self._publisher.publish
-        self.transport.start(Receiver(self._deliver, self._begun, self._lost, self._close, blocks))
+        callbacks = (self._deliver, self._begun, self._lost, self._close, blocks, self._compiled)
+        self.transport.start(Receiver(*callbacks))
 
     def shutdown(self) -> None:
         """Stop the engine after its current step; open requests end with EngineDeadError."""
@@ -356,10 +363,17 @@ class AsyncEngine:
 
     def _begun(self, request_ids: Sequence[str]) -> None:
         """Note that the engine works on these requests."""
+        self._set_begun(request_ids, True)
+
+    def _compiled(self, request_ids: Sequence[str]) -> None:
+        """Note that these requests wait: if the engine dies, they are not the cause."""
+        self._set_begun(request_ids, False)
+
+    def _set_begun(self, request_ids: Sequence[str], has_begun: bool) -> None:
         with self._lock:
             for request_id in request_ids:
                 if request_id in self._open:
-                    self._open[request_id].answer.has_begun = True
+                    self._open[request_id].answer.has_begun = has_begun
 
     def _lost(
         self,

@@ -19,7 +19,12 @@ from lockstep.engine.scheduler_factory import cache_config, make_scheduler
 from lockstep.engine.stats import DecodeStep, Stats
 from lockstep.errors import EngineDeadError, LockstepError, RequestError
 from lockstep.scheduling.draft_length import DraftLengthPolicy
-from lockstep.scheduling.request import Request, check_forced, check_ids
+from lockstep.scheduling.request import (
+    MAX_FAILED_REQUESTS,
+    Request,
+    check_forced,
+    check_ids,
+)
 from lockstep.scheduling.schedule import Schedule
 
 MAX_FAILURES = 5
@@ -97,6 +102,7 @@ class Engine:
         self._in_flight: deque[tuple[Schedule, PendingResults]] = deque()
         self._counted: dict[str, Counted] = {}
         self._failures = 0
+        self._failed_requests = 0
         self.on_begin: Callable[[Sequence[str]], None] | None = None
 
     @property
@@ -186,7 +192,7 @@ class Engine:
         """Read the results of the oldest schedule and give them to the requests."""
         schedule, pending = self._in_flight.popleft()
         results = pending.result()  # waits for the device; takes no lock
-        self._failures = 0
+        self._failures = self._failed_requests = 0
         with self._counting:
             if results.decode_ms is not None:
                 kind = (len(schedule.decode), schedule.num_drafts, self.scheduler.context(schedule))
@@ -309,12 +315,18 @@ class Engine:
 
         The content of the rows on the device is unknown then. So requests that have or had a row
         begin again, with their tokens so far as forced tokens, and no cached prefix is kept;
-        waiting requests keep waiting. A request whose runs fail again and again ends. Raises
-        EngineDeadError where an empty step fails as well, or steps fail again and again.
+        waiting requests keep waiting. A request whose runs fail again and again ends, which
+        explains the failures. Raises EngineDeadError where an empty step fails as well, or steps
+        fail again and again.
         """
         self._failures += 1
         ended = [r for r in map(self._restart, self.scheduler.begun()) if r is not None]
+        self._failed_requests += len(ended)
+        if ended and self._failed_requests <= MAX_FAILED_REQUESTS:
+            self._failures = 0
         self._forget()
+        if self._failed_requests > MAX_FAILED_REQUESTS:
+            raise EngineDeadError(f"{self._failed_requests} requests in a row failed")
         if self._failures >= MAX_FAILURES:
             raise EngineDeadError(f"{self._failures} steps in a row failed")
         try:

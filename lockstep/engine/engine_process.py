@@ -21,6 +21,7 @@ from lockstep.engine.messages import (
     Began,
     ChangedBlocks,
     Command,
+    Compiled,
     Ended,
     EngineRequest,
     Failed,
@@ -172,6 +173,7 @@ class _Host:
         except Exception as error:
             self._deliver([(request.id, error)])
             return
+        self._report(Compiled([request.id]))
         self._loop.submit([request])
 
     def _abort(self, request_id: str) -> None:

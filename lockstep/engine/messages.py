@@ -138,6 +138,13 @@ class Began:
 
 
 @dataclass(frozen=True)
+class Compiled:
+    """Report that the grammars of requests are compiled: the requests wait for rows again."""
+
+    ids: Sequence[str]
+
+
+@dataclass(frozen=True)
 class Updates:
     """Report of the updates of one step."""
 
@@ -192,4 +199,4 @@ class Ended:
     why: str
 
 
-Report = Progress | Failed | Ready | Began | Updates | ChangedBlocks | Heartbeat | Ended
+Report = Progress | Failed | Ready | Began | Compiled | Updates | ChangedBlocks | Heartbeat | Ended

@@ -26,6 +26,7 @@ from lockstep.engine.messages import (
     Began,
     ChangedBlocks,
     Command,
+    Compiled,
     Ended,
     Failed,
     Heartbeat,
@@ -40,7 +41,7 @@ from lockstep.engine.messages import (
 from lockstep.engine.stats import Stats
 from lockstep.engine.token_update import TokenUpdate
 from lockstep.errors import EngineDeadError
-from lockstep.scheduling.request import Request
+from lockstep.scheduling.request import MAX_FAILED_REQUESTS, Request
 
 log = logging.getLogger("lockstep.engine")
 
@@ -172,6 +173,7 @@ class ProcessTransport:
         self._stopping = False
         self._has_served = False
         self._restart_times: deque[float] = deque(maxlen=MAX_RESTARTS)
+        self._failed_requests = 0
         self._receiver: Receiver | None = None
         self._thread = threading.Thread(target=self._supervise, name="lockstep-engine", daemon=True)
         self.restarting = False
@@ -298,6 +300,8 @@ class ProcessTransport:
             self._receiver.blocks(report.events)
         elif isinstance(report, Began):
             self._receiver.begun(report.ids)
+        elif isinstance(report, Compiled):
+            self._receiver.compiled(report.ids)
         elif isinstance(report, Heartbeat):
             self._busy_for = report.busy_for
             with self._counting:
@@ -308,12 +312,18 @@ class ProcessTransport:
         """Return whether an engine may follow the lost one; count the restart if it must.
 
         Where the lost engine had updates for requests that go on, its successor continues a work
-        that gets done. A loss that ends a request is explained by it.
+        that gets done. A loss that ends a request is explained by it, with those before it.
         """
         if self._has_served and loss.num_open + loss.num_ended:
             self._restart_times.clear()
+            self._failed_requests = 0
             return True
         if loss.num_ended:
+            self._failed_requests += loss.num_ended
+            if self._failed_requests > MAX_FAILED_REQUESTS:
+                log.error("%d requests in a row ended engines: no more", self._failed_requests)
+                return False
+            self._restart_times.clear()
             return True
         now = time.monotonic()
         if (

@@ -1,14 +1,17 @@
 """Replica's side: an engine that takes calls of several clients and reports to each of them."""
 
 import asyncio
+import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, cast
 
 from lockstep.engine.async_engine import Loss, Receiver, Transport
 from lockstep.engine.engine_loop import Delivery
-from lockstep.engine.messages import Began, Heartbeat, Updates
+from lockstep.engine.messages import Began, Compiled, Heartbeat, Updates
 from lockstep.errors import EngineDeadError
 from lockstep.replicas.messages import (
     Call,
@@ -21,8 +24,12 @@ from lockstep.replicas.messages import (
 from lockstep.scheduling.grammar import Grammar
 from lockstep.scheduling.request import Request
 
+log = logging.getLogger("lockstep.replicas")
+
 HEARTBEAT_SECONDS = 0.5
 """Interval between two heartbeats of a replica."""
+UNREAD_SECONDS = 30.0
+"""Time after which a client that does not read its reports has gone: they take memory."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +48,38 @@ class _OpenCall:
     ended: asyncio.Event
 
 
+class _Outbox:
+    """Reports that a client has not read. oldest: time.monotonic() of the first; inf for none."""
+
+    def __init__(self) -> None:
+        self.oldest = inf
+        self._reports: list[ReplicaReport] = []
+        self._changed = asyncio.Event()
+
+    def put(self, report: ReplicaReport) -> None:
+        """Queue a report."""
+        self.oldest = min(self.oldest, time.monotonic())
+        self._reports.append(report)
+        self._changed.set()
+
+    def close(self) -> None:
+        """Drop the reports, and let take() return none."""
+        self._reports = []
+        self._changed.set()
+
+    async def take(self) -> list[ReplicaReport]:
+        """Wait for reports, and return all of them; none once the outbox is closed."""
+        await self._changed.wait()
+        self._changed.clear()
+        reports, self._reports, self.oldest = self._reports, [], inf
+        return reports
+
+
 class ReplicaHost:
     """Engine of a replica, from start() to stop(), which belong to an event loop.
 
-    A lost engine ends all calls: their clients go on elsewhere. transport: to the engine; it may
+    A lost engine ends all calls: their clients go on elsewhere. The calls of a client end with the
+    stream of its reports. transport: to the engine; it may
     restart a lost one. make_grammar: compiles grammars where the transport takes compiled ones.
     """
 
@@ -60,14 +95,22 @@ class ReplicaHost:
         self._loop: asyncio.AbstractEventLoop
         self._lock = threading.Lock()
         self._calls: dict[str, _OpenCall] = {}
-        self._outboxes: dict[str, asyncio.Queue[ReplicaReport]] = {}
+        self._outboxes: dict[str, _Outbox] = {}
         self._fault: str | None = None
         self._heartbeats: asyncio.Task[None]
 
     def start(self) -> None:
         """Start the engine."""
         self._loop = asyncio.get_running_loop()
-        self.transport.start(Receiver(self._deliver, self._begin, self._lose, self._close))
+        self.transport.start(
+            Receiver(
+                self._deliver,
+                lambda ids: self._name_calls(ids, Began),
+                self._lose,
+                self._close,
+                compiled=lambda ids: self._name_calls(ids, Compiled),
+            )
+        )
         self._heartbeats = self._loop.create_task(self._send_heartbeats())
 
     def stop(self) -> None:
@@ -80,8 +123,13 @@ class ReplicaHost:
             raise EngineDeadError(f"the engine has stopped: {self._fault}.")
 
     async def run(self, call: Call) -> AsyncIterator[OtherNumerics]:
-        """Run a call until it ends; cancel it to abort. Yield OtherNumerics to refuse it."""
+        """Run a call until it ends; cancel it to abort. Yield OtherNumerics to refuse it.
+
+        Raises EngineDeadError where the engine has ended, or nobody reads the client's reports.
+        """
         self.check()
+        if call.client not in self._outboxes:
+            raise EngineDeadError(f"the client {call.client} does not read its reports.")
         if call.numerics not in ("", self.hello.numerics) and not call.allow_other_numerics:
             yield OtherNumerics(self.hello.numerics)
             return
@@ -98,17 +146,19 @@ class ReplicaHost:
                     self.transport.abort(request.id)
 
     async def reports(self, query: Query) -> AsyncIterator[Sequence[ReplicaReport]]:
-        """Yield the reports for a client, all that wait at once, until it goes away."""
-        outbox = self._outbox(query.client)
+        """Yield the reports for a client, all that wait at once, until it goes away.
+
+        They end where the client comes again, or leaves them unread for UNREAD_SECONDS.
+        """
+        self._drop_client(query.client)
+        outbox = self._outboxes[query.client] = _Outbox()
         try:
             yield [self.hello]
-            while True:
-                reports = [await outbox.get()]
-                while not outbox.empty():
-                    reports.append(outbox.get_nowait())
+            while reports := await outbox.take():
                 yield reports
         finally:
-            self._outboxes.pop(query.client, None)
+            if self._outboxes.get(query.client) is outbox:
+                self._drop_client(query.client)
 
     async def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes."""
@@ -123,16 +173,21 @@ class ReplicaHost:
             request.grammar = compiled or cast(Grammar, RequestedGrammar(recipe))
         return replace(request, id=f"{request.id}.{call.tag}")
 
-    def _outbox(self, client: str) -> asyncio.Queue[ReplicaReport]:
-        """Return the queue of a client's reports; its updates may come before it asks for them."""
-        return self._outboxes.setdefault(client, asyncio.Queue())
+    def _drop_client(self, client: str) -> None:
+        """End the reports and the calls of a client, if it has any."""
+        if (outbox := self._outboxes.pop(client, None)) is not None:
+            outbox.close()
+        with self._lock:
+            calls = [opened for opened in self._calls.values() if opened.client == client]
+        self._end(calls)
 
     def _post(self, reports: Iterable[tuple[str, ReplicaReport]]) -> None:
         """Queue reports of clients, from any thread."""
 
         def put(items: Sequence[tuple[str, ReplicaReport]]) -> None:
             for client, report in items:
-                self._outbox(client).put_nowait(report)
+                if client in self._outboxes:
+                    self._outboxes[client].put(report)
 
         self._loop.call_soon_threadsafe(put, list(reports))
 
@@ -151,15 +206,17 @@ class ReplicaHost:
         self._post((client, Updates(items)) for client, items in by_client.items())
         self._end(ended)
 
-    def _begin(self, request_ids: Sequence[str]) -> None:
-        """Report the calls on which the engine begins to work."""
+    def _name_calls(
+        self, request_ids: Sequence[str], report: Callable[[list[str]], Began | Compiled]
+    ) -> None:
+        """Report the calls on which the engine begins to work, or which wait for rows again."""
         by_client: dict[str, list[str]] = {}
         with self._lock:
             for request_id in request_ids:
                 if request_id in self._calls:
                     opened = self._calls[request_id]
                     by_client.setdefault(opened.client, []).append(opened.tag)
-        self._post((client, Began(tags)) for client, tags in by_client.items())
+        self._post((client, report(tags)) for client, tags in by_client.items())
 
     def _lose(
         self, forget: Callable[[], None], request_ids: object = None, failed: bool = True
@@ -186,7 +243,7 @@ class ReplicaHost:
 
         def post_to_all() -> None:
             for outbox in self._outboxes.values():
-                outbox.put_nowait(report)
+                outbox.put(report)
 
         self._loop.call_soon_threadsafe(post_to_all)
         self._end(calls)
@@ -199,7 +256,11 @@ class ReplicaHost:
         """Report the engine's counters to all clients, as long as an engine runs."""
         while self._fault is None:
             await asyncio.sleep(HEARTBEAT_SECONDS)
+            for client, outbox in list(self._outboxes.items()):
+                if time.monotonic() - outbox.oldest > UNREAD_SECONDS:
+                    log.warning("the client %s does not read its reports: its calls end", client)
+                    self._drop_client(client)
             if not self.transport.restarting:
                 report = Heartbeat(self.transport.stats(), self.transport.stalled_for)
                 for outbox in self._outboxes.values():
-                    outbox.put_nowait(report)
+                    outbox.put(report)

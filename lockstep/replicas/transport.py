@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from lockstep.engine.async_engine import SHUT_DOWN, Receiver
 from lockstep.engine.engine_loop import Delivery
-from lockstep.engine.messages import Began, EngineRequest, Heartbeat, Submit, Updates
+from lockstep.engine.messages import Began, Compiled, EngineRequest, Heartbeat, Submit, Updates
 from lockstep.engine.stats import Stats
 from lockstep.errors import NumericsError
 from lockstep.replicas.messages import (
@@ -367,6 +367,10 @@ class ReplicaTransport:
             why = "it ended"
         except ReplicaLostError as error:
             why = str(error)
+        except Exception as error:
+            # Without its reports, no request of the replica would ever end.
+            log.exception("the reports of replica %s failed", replica_id)
+            why = f"its reports failed: {error}"
         if replica_id in self._members:
             log.error("replica %s is lost: %s", replica_id, why)
             self._remove(replica_id, "lost", failed=True)
@@ -392,6 +396,10 @@ class ReplicaTransport:
         calls = [progress.call for progress in self._progress.values()]
         return [call.tag for call in calls if call.replica_id == replica_id]
 
+    def _requests_of(self, tags: Sequence[str]) -> list[str]:
+        """Return the requests of calls that have not been lost meanwhile."""
+        return [self._request_of[tag] for tag in tags if tag in self._request_of]
+
     def _take(self, replica_id: str, report: ReplicaReport) -> None:
         """Handle a report."""
         member = self._members.get(replica_id)
@@ -402,8 +410,9 @@ class ReplicaTransport:
             member.busy_for = 0.0
             self._deliver(member, report.updates)
         elif isinstance(report, Began):
-            ids = (self._request_of.get(tag) for tag in report.ids)
-            self._receiver.begun([request_id for request_id in ids if request_id is not None])
+            self._receiver.begun(self._requests_of(report.ids))
+        elif isinstance(report, Compiled):
+            self._receiver.compiled(self._requests_of(report.ids))
         elif isinstance(report, Heartbeat):
             member.busy_for = report.busy_for
             self.router.set_ready(replica_id, True)

@@ -27,6 +27,10 @@ MAX_REQUEST_FAILURES = 4
 """Failures that end the request. The last two came while it ran alone: one of them may have come
 from outside.
 """
+MAX_FAILED_REQUESTS = 8
+"""Requests that may end by their failures in a row, while nothing else succeeds: more look like an
+engine that cannot work.
+"""
 KEEPS_FAILING = (
     "the engine stopped {count} times while it ran request {id!r}, without a new token of it. So "
     "this request ends; others go on. The log names the cause. Change the request before you send "

@@ -215,6 +215,7 @@ class _Server(uvicorn.Server):
             self.fail("it ended while the server started")
         # Begins before any request, so that clients that come back wait for it.
         restoring = asyncio.create_task(self.service.streams.restore())
+        expiring = asyncio.create_task(self.service.streams.drop_expired())
         serving = asyncio.create_task(self.serve(sockets=[listener]))
         throughput = asyncio.create_task(self._log_throughput()) if self.log_stats else None
         while not (self.started or serving.done()):
@@ -223,6 +224,7 @@ class _Server(uvicorn.Server):
             on_start()
         await serving
         restoring.cancel()
+        expiring.cancel()
         if throughput is not None:
             throughput.cancel()
 

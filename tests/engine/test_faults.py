@@ -16,7 +16,7 @@ from lockstep.engine.thread_transport import ThreadTransport
 from lockstep.engine.token_update import TokenUpdate
 from lockstep.errors import ComputeError, EngineDeadError
 from lockstep.sampling_params import SamplingParams
-from lockstep.scheduling.request import MAX_REQUEST_FAILURES, Request
+from lockstep.scheduling.request import MAX_FAILED_REQUESTS, MAX_REQUEST_FAILURES, Request
 from lockstep.worker.executor import worker_of
 from tests.bundled_model import make_engine
 from tests.tiny_model import TWO_LAYERS, make_model
@@ -55,7 +55,7 @@ def client(engine: Engine) -> Iterator[AsyncEngine]:
     assert not engine.scheduler.cache.seqs and not worker_of(engine).saved
     assert len(engine.scheduler.free_rows) == 2
     engine.scheduler.cache.check()
-    engine._failures = 0
+    engine._failures = engine._failed_requests = 0
 
 
 def make_request(name: str, max_tokens: int = 12) -> Request:
@@ -192,6 +192,35 @@ def test_request_that_fails_its_steps_ends_alone(
     assert client.is_alive and engine._failures == 0
 
 
+def test_three_requests_that_fail_their_steps_end_alone(
+    client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing succeeds between their ends: they fail their first steps, one after the other."""
+    engine = client.transport.engine
+    expected = answer(client, "b", 40)
+    guilty = ["a", "c", "d"]
+    launch = worker_of(engine).launch
+
+    def fail(schedule: Any, fill_masks: Any) -> Any:
+        if any(entry.request.id in guilty for entry in engine.scheduler.running):
+            raise RuntimeError(SECRET)
+        return launch(schedule, fill_masks)
+
+    monkeypatch.setattr(worker_of(engine), "launch", fail)
+
+    async def work() -> list[Any]:
+        requests = [make_request(name, 40) for name in (*guilty, "b")]
+        return await asyncio.gather(
+            *(read(client, request) for request in requests), return_exceptions=True
+        )
+
+    *errors, updates = run(work())
+    for name, error in zip(guilty, errors, strict=True):
+        assert isinstance(error, ComputeError) and f"while it ran request '{name}'" in str(error)
+    assert tokens_of(updates) == expected
+    assert client.is_alive and engine._failures == engine._failed_requests == 0
+
+
 def test_abort_of_a_suspect_frees_the_others(
     client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,7 +298,7 @@ def death_reason(client: AsyncEngine, reasons: list[str]) -> str:
         not client.is_alive and not client.transport._thread.is_alive() and client.stalled_for == 0
     )
     ended_alone = [error for error in errors if isinstance(error, ComputeError)]
-    assert len(ended_alone) <= MAX_FAILURES - MAX_REQUEST_FAILURES
+    assert len(ended_alone) <= MAX_FAILED_REQUESTS
     dead = [error for error in errors if error not in ended_alone]
     assert dead and all(isinstance(error, EngineDeadError) for error in dead)
     assert len(reasons) == 1 and SECRET not in str(errors)
@@ -283,7 +312,16 @@ def test_repeated_step_failures_end_the_engine(
     reasons: list[str] = []
     client.on_end = reasons.append
     monkeypatch.setattr(worker_of(client.transport.engine), "launch", always_fails)
-    assert death_reason(client, reasons) == f"{MAX_FAILURES} steps in a row failed"
+    reason = death_reason(client, reasons)
+    assert reason == f"{MAX_FAILED_REQUESTS + 1} requests in a row failed"
+
+
+def test_failures_that_no_request_explains_end_the_engine(engine: Engine) -> None:
+    for _ in range(MAX_FAILURES - 1):
+        assert engine.recover() == []
+    with pytest.raises(EngineDeadError, match=f"{MAX_FAILURES} steps in a row failed"):
+        engine.recover()
+    engine._failures = 0
 
 
 def test_failed_probe_step_ends_the_engine(
@@ -303,7 +341,7 @@ def test_inconsistent_cache_ends_the_engine(engine: Engine) -> None:
             engine.recover()
     finally:
         pool.free.append(lost)
-        engine._failures = 0
+        engine._failures = engine._failed_requests = 0
 
 
 def always_fails(*_: Any) -> Any:

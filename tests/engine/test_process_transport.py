@@ -35,7 +35,7 @@ from lockstep.engine.token_update import TokenUpdate
 from lockstep.errors import ComputeError, ConfigError, EngineDeadError, RequestError
 from lockstep.outputs import Logprob, RequestMetrics
 from lockstep.sampling_params import SamplingParams
-from lockstep.scheduling.request import MAX_REQUEST_FAILURES, Request
+from lockstep.scheduling.request import MAX_FAILED_REQUESTS, MAX_REQUEST_FAILURES, Request
 from tests import engine_factories
 from tests.engine_factories import run, wait_until, wait_until_empty
 from tests.tiny_model import TWO_LAYERS, make_model
@@ -73,6 +73,7 @@ def client(shared: AsyncEngine) -> AsyncEngine:
     """Return the shared client, empty and with its restart count reset."""
     wait_until_empty(shared)
     shared.transport._restart_times.clear()
+    shared.transport._failed_requests = 0
     return shared
 
 
@@ -376,6 +377,26 @@ def test_tokens_of_an_earlier_server_are_kept_where_the_engine_is_lost() -> None
     client.shutdown()
 
 
+def test_request_that_waits_after_its_compilation_is_not_the_cause() -> None:
+    transport = FakeTransport()
+    client = AsyncEngine(transport)
+    client.start()
+
+    async def work() -> None:
+        client.stream(make_request("innocent"))
+        for _ in range(MAX_REQUEST_FAILURES):
+            transport.receiver.begun(["innocent"])
+            transport.receiver.compiled(["innocent", "nobody"])
+            assert transport.lose_engine() == Loss(0, 0, 1)
+        assert transport.requests[0].failures == 0
+        transport.receiver.begun(["innocent"])
+        transport.lose_engine()
+        assert transport.requests[0].failures == 1
+
+    run(work())
+    client.shutdown()
+
+
 def test_request_ends_with_the_last_engine_that_it_fails() -> None:
     transport = FakeTransport()
     client = AsyncEngine(transport)
@@ -403,7 +424,9 @@ def test_request_ends_with_the_last_engine_that_it_fails() -> None:
 def test_engine_that_serves_is_restarted_without_limit(
     client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that is lost without an update, or while it has nothing to do, counts."""
+    """An engine that is lost without an update, or while it has nothing to do, counts. A request
+    that ends explains its losses, but not those of many requests in a row.
+    """
     transport = client.transport
     serving, idle, explained = Loss(1, 0, 1), Loss(0, 0, 0), Loss(0, 1, 1)
     monkeypatch.setattr(transport, "_has_served", True)
@@ -412,7 +435,9 @@ def test_engine_that_serves_is_restarted_without_limit(
     assert transport._may_restart(serving) and transport._may_restart(idle)
     transport._has_served = False
     assert [transport._may_restart(serving) for _ in range(3)] == [True, True, False]
-    assert transport._may_restart(explained) and not transport._may_restart(serving)
+    assert transport._may_restart(explained) and transport._may_restart(serving)
+    ends = [transport._may_restart(explained) for _ in range(MAX_FAILED_REQUESTS)]
+    assert ends == [True] * (MAX_FAILED_REQUESTS - 1) + [False]
 
 
 def test_partial_message_ends_the_reports() -> None:

@@ -113,6 +113,65 @@ def test_answers_do_not_change_where_a_replica_goes_away(alone: LLM, way: str) -
     assert transport.moved_total[reason] > 2, "requests were moved in the middle"
 
 
+def test_reports_that_fail_lose_the_replica(alone: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """An unknown error moves the requests as the end of the replica does."""
+    params = [PARAMS[i].clone() for i in range(2)]
+    expected = list(map(answer, alone.generate(PROMPTS[:2], [one.clone() for one in params])))
+
+    async def work() -> list[RequestOutput]:
+        async with running() as replicas:
+            take = replicas.transport._take
+            replica_id = ""
+
+            def fail() -> None:
+                nonlocal replica_id
+                (_, replica_id), *_ = replicas.fleet.routed
+                replicas.transport._take = fail_once  # type: ignore[method-assign]
+
+            def fail_once(of: str, report: Any) -> None:
+                if of == replica_id:
+                    replicas.transport._take = take  # type: ignore[method-assign]
+                    raise ZeroDivisionError
+                take(of, report)
+
+            outputs = await replicas.answers(PROMPTS[:2], params, fail)
+            assert replicas.transport.moved_total["lost"]
+            return outputs
+
+    assert list(map(answer, asyncio.run(work()))) == expected
+    assert "the reports of replica" in caplog.text and "ZeroDivisionError" in caplog.text
+
+
+def test_scores_do_not_change_where_a_replica_goes_away(alone: LLM) -> None:
+    """It dies after its first window of scored tokens, of which the client has seen nothing."""
+    scoring = replace(SEEDED, max_tokens=120, prompt_logprobs=1)
+    outputs = alone.generate(PROMPTS[:2], [scoring.clone() for _ in range(2)])
+    prompts = [one.prompt_token_ids + one.outputs[0].token_ids for one in outputs]
+    params = [
+        replace(scoring, max_tokens=6, scored_from=len(one.prompt_token_ids)) for one in outputs
+    ]
+    expected = list(map(answer, alone.generate(prompts, [one.clone() for one in params])))
+
+    async def work() -> list[RequestOutput]:
+        async with running() as replicas:
+            deliver = replicas.transport._deliver
+
+            def deliver_and_kill(member: Any, updates: Any) -> None:
+                deliver(member, updates)
+                replicas.transport._deliver = deliver  # type: ignore[method-assign]
+                (tag, update), *_ = updates
+                assert 0 < len(update.token_ids) < 120, "a part of the scored tokens"
+                request_id = replicas.transport._request_of[tag]
+                replicas.fleet.kill(dict(replicas.fleet.routed)[request_id])
+
+            replicas.transport._deliver = deliver_and_kill  # type: ignore[method-assign]
+            result = await replicas.answers(prompts, params, None)
+            assert replicas.transport.moved_total["lost"]
+            return result
+
+    assert list(map(answer, asyncio.run(work()))) == expected
+
+
 @pytest.mark.slow
 def test_answers_wait_while_no_replica_is_left(alone: LLM) -> None:
     prompts, params = PROMPTS, PARAMS

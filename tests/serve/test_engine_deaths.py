@@ -4,8 +4,10 @@ import asyncio
 import json
 import os
 import signal
+import statistics
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -86,19 +88,31 @@ def joined(text: str) -> Any:
     return result
 
 
-async def answer(client: httpx.AsyncClient, number: int) -> Any:
-    """Return a comparable answer to a request."""
+async def answer(client: httpx.AsyncClient, number: int, arrivals: list[float]) -> Any:
+    """Return a comparable answer to a request. arrivals: gets the times of a stream's events."""
     path, body = request_of(number)
-    response = await client.post(path, json=body)
-    assert response.status_code == 200, response.text
-    return joined(response.text) if body.get("stream") else stable(response.json())
+    async with client.stream("POST", path, json=body) as response:
+        text = ""
+        async for part in response.aiter_text():
+            text += part
+            if body.get("stream"):
+                arrivals.append(time.monotonic())
+    assert response.status_code == 200, text
+    return joined(text) if body.get("stream") else stable(json.loads(text))
 
 
-async def answers(socket: Path, numbers: Sequence[int], streams: int, seconds: float = 0) -> Any:
+async def answers(
+    socket: Path,
+    numbers: Sequence[int],
+    streams: int,
+    seconds: float = 0,
+    arrivals: list[float] | None = None,
+) -> Any:
     """Return the answers to all requests, of which `streams` run at once.
 
-    seconds: go on with requests from the first one for that long.
+    seconds: go on with requests from the first one for that long. arrivals: see answer().
     """
+    times = [] if arrivals is None else arrivals
     deadline = time.monotonic() + seconds
     transport = httpx.AsyncHTTPTransport(uds=str(socket))
     pending = list(reversed(numbers))
@@ -107,7 +121,7 @@ async def answers(socket: Path, numbers: Sequence[int], streams: int, seconds: f
     async def work(client: httpx.AsyncClient) -> None:
         while pending or time.monotonic() < deadline:
             number = pending.pop() if pending else numbers[len(result) % len(numbers)]
-            result.append((number, await answer(client, number)))
+            result.append((number, await answer(client, number, times)))
 
     async with httpx.AsyncClient(
         transport=transport, base_url="http://localhost", timeout=4 * PATIENCE
@@ -116,13 +130,30 @@ async def answers(socket: Path, numbers: Sequence[int], streams: int, seconds: f
     return result
 
 
-def kill(running: Any, client: httpx.Client, way: signal.Signals, seconds: float) -> None:
-    """End the engine of a server in one way, once it has served for some seconds."""
+def kill(running: Any, client: httpx.Client, way: signal.Signals, seconds: float) -> float:
+    """End the engine of a server in one way, once it has served for some seconds, and return the
+    time.
+    """
     served_before = counters(client)[GENERATED]
     wait_until(lambda: client.get("/health").status_code == 200)
     wait_until(lambda: counters(client)[GENERATED] > served_before)
     time.sleep(seconds)
     os.kill(engine_of(running), way)
+    return time.monotonic()
+
+
+def pauses(deaths: Sequence[tuple[signal.Signals, float]], arrivals: Sequence[float]) -> str:
+    """Return the seconds without any event after each kind of death: median and maximum."""
+    ends = [*(begin for _, begin in deaths[1:]), arrivals[-1]]
+    by_way: dict[signal.Signals, list[float]] = {}
+    for (way, begin), end in zip(deaths, ends, strict=True):
+        times = [begin, *(one for one in arrivals if begin < one < end)]
+        gap = max((after - before for before, after in pairwise(times)), default=end - begin)
+        by_way.setdefault(way, []).append(gap)
+    return ", ".join(
+        f"{way.name} {statistics.median(gaps):.1f} ({max(gaps):.1f})"
+        for way, gaps in by_way.items()
+    )
 
 
 GENERATED = 'lockstep:generation_tokens_total{model_name="lockstep"}'
@@ -175,16 +206,16 @@ def test_thousand_requests_while_the_engine_is_killed_every_five_seconds(tmp_pat
         expected = dict(asyncio.run(answers(path, different, 50)))
         time.sleep(1)
         descriptors, memory = usage_of(running.pid)
-        deaths: list[signal.Signals] = []
+        deaths: list[tuple[signal.Signals, float]] = []
+        arrivals: list[float] = []
 
         async def killed() -> Any:
-            asked = asyncio.create_task(answers(path, numbers, 50, seconds=120))
+            asked = asyncio.create_task(answers(path, numbers, 50, 120, arrivals))
             begun = time.monotonic()
             while time.monotonic() < begun + 120:
                 due = time.monotonic() + KILL_SECONDS
                 way = WAYS[len(deaths) % len(WAYS)]
-                await asyncio.to_thread(kill, running, client, way, 0.5)
-                deaths.append(way)
+                deaths.append((way, await asyncio.to_thread(kill, running, client, way, 0.5)))
                 await asyncio.sleep(max(due - time.monotonic(), 0))
             return await asked
 
@@ -199,6 +230,7 @@ def test_thousand_requests_while_the_engine_is_killed_every_five_seconds(tmp_pat
         print(
             f"{len(actual)} requests in {took:.0f} s, {len(deaths)} deaths, "
             f"{after[RESTARTS]:.0f} restarts, {after[RESUMED]:.0f} requests went on, "
+            f"seconds of pause: {pauses(deaths, arrivals)}; "
             f"descriptors {descriptors} -> {usage[0]}, memory {memory >> 10} -> "
             f"{usage[1] >> 10} MiB"
         )

@@ -99,7 +99,7 @@ def test_killed_engine_restarts_and_interrupt_ends_gracefully(server: Any) -> No
     assert all(after[name] >= value for name, value in before.items())
     assert after['lockstep:engine_restarts_total{model_name="lockstep"}'] == 1
     resumed = after['lockstep:requests_resumed_total{model_name="lockstep"}']
-    assert resumed == 2, "one had a row, and a grammar was compiled for another"
+    assert resumed == 1, "one had a row, and the others waited, with a compiled grammar or without"
 
     engine = engine_of(running)
     body = {**LONG, "max_tokens": 100}

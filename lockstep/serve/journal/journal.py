@@ -5,7 +5,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from lockstep.serve.journal.saved_answer import (
     SavedRequest,
     UpdateEncoder,
     decode,
+    is_end,
     read_end,
 )
 from lockstep.settings import why_unread
@@ -33,6 +34,8 @@ SYNC_SECONDS = 1.0
 """Interval of writes to the disk: what a loss of power may cost. A killed process loses nothing."""
 MAX_AGE = 86_400.0
 """Seconds for which complete answers are kept."""
+EXPIRY_SECONDS = 60.0
+"""Interval at which answers older than MAX_AGE are looked for."""
 MAX_IDENTITY_CHARACTERS = 200
 """Characters that the header has of a value of the identity: the last ones, as of a long path."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -79,7 +82,7 @@ class Journal:
 
     Where the file is full, the oldest complete answers are dropped. An open answer is never
     dropped for another one: where no block is left, it cannot be resumed from then on. All methods
-    are called in one thread.
+    but read() are called in one thread.
 
     was_cut: the machine has been started anew since the file was written, so that the last
     SYNC_SECONDS of it may be missing.
@@ -111,8 +114,22 @@ class Journal:
 
         identity: what the bits and the texts of answers depend on. Answers of another identity are
         erased, with a warning that names the difference. Raises ConfigError where the open answers
-        need more than the size of the file.
+        need more than the size of the file, or the file cannot be read or written.
         """
+        try:
+            self._open_for(identity)
+        except OSError as error:
+            raise ConfigError(
+                f"journal={self.path!r} cannot be read or written: {why_unread(error)}. Free or "
+                "repair the disk, or name another file with --journal."
+            ) from None
+        self._thread = threading.Thread(
+            target=self._sync_often, name="lockstep-journal", daemon=True
+        )
+        self._thread.start()
+
+    def _open_for(self, identity: Mapping[str, str]) -> None:
+        """Read the answers, or erase those of another identity. Raises as start(), and OSError."""
         identity = {name: value[-MAX_IDENTITY_CHARACTERS:] for name, value in identity.items()}
         boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
         label = self._file.label
@@ -123,12 +140,9 @@ class Journal:
             self._discard(differences)
         else:
             self._read_all()
+            self.drop_expired()
         self._resize()
         self._file.write_label({"salt": self._salt, "boot": boot, "identity": identity})
-        self._thread = threading.Thread(
-            target=self._sync_often, name="lockstep-journal", daemon=True
-        )
-        self._thread.start()
 
     def take_open_answers(self) -> list[SavedAnswer]:
         """Return the answers that were open when the file was opened, the oldest first, once."""
@@ -158,7 +172,6 @@ class Journal:
         """
         if self._failed:
             return None
-        self._drop_expired()
         old = self._entries.get((request.owner, request.id))
         if old is not None:
             self.drop(old)
@@ -174,11 +187,27 @@ class Journal:
             return None
         return Recorder(self, entry, UpdateEncoder(answer.updates))
 
-    def find(self, owner: str, response_id: str) -> SavedAnswer | None:
-        """Return an answer; None where there is none."""
-        self._drop_expired()
+    def records(self, owner: str, response_id: str) -> list[bytes] | None:
+        """Return the records of an answer, for read(); None where there is none."""
         entry = self._entries.get((owner, response_id))
-        return None if entry is None else self._load(entry)
+        if entry is None:
+            return None
+        try:
+            return self._file.read(entry.number)
+        except OSError as error:
+            log.warning("the answer %s cannot be read from the journal: %s", response_id, error)
+            return None
+
+    def read(self, records: Sequence[bytes]) -> SavedAnswer | None:
+        """Return the answer of records; None where they are damaged.
+
+        Any thread may call it, since 20,000 updates take half a second.
+        """
+        try:
+            return self._without_old_times(decode(records))
+        except (ValueError, TypeError, LookupError) as error:
+            log.warning("an answer cannot be read from the journal: %s", error)
+            return None
 
     def remove(self, owner: str, response_id: str) -> None:
         """Erase an answer, if it is there."""
@@ -204,6 +233,15 @@ class Journal:
         entry.end = end
         if entry.number in self._by_number:
             self._complete[entry.number] = entry
+
+    def drop_expired(self) -> None:
+        """Erase the complete answers that are older than MAX_AGE."""
+        oldest = time.time() - MAX_AGE
+        while self._complete:
+            entry = next(iter(self._complete.values()))
+            if entry.end is None or entry.end >= oldest:
+                return
+            self._remove(entry, erase=True)
 
     def drop(self, entry: _Entry) -> None:
         """Erase an answer, if it is still there."""
@@ -268,13 +306,6 @@ class Journal:
         complete.sort(key=lambda entry: entry.end or 0.0)
         self._complete = {entry.number: entry for entry in complete}
 
-    def _load(self, entry: _Entry) -> SavedAnswer | None:
-        try:
-            return self._without_old_times(decode(self._file.read(entry.number)))
-        except (OSError, ValueError, TypeError, KeyError, LookupError) as error:
-            log.warning("the answer %s cannot be read from the journal: %s", entry.id, error)
-            return None
-
     def _without_old_times(self, answer: SavedAnswer) -> SavedAnswer:
         """Return an answer without times of a clock that has started anew since."""
         if not self.was_cut:
@@ -290,8 +321,7 @@ class Journal:
 
     def _discard(self, differences: list[str]) -> None:
         if self._file.logs:
-            last_records = (self._file.read(number)[-1] for number in self._file.logs)
-            num_open = sum(read_end(record) is None for record in last_records)
+            num_open = sum(not is_end(self._file.read(number)[-1]) for number in self._file.logs)
             log.warning(
                 "the journal %s is not resumed, and its answers are erased (%d were open), since "
                 "answers would have other bits: %s.",
@@ -320,14 +350,6 @@ class Journal:
                     f"journal={self.path!r} cannot be resized: {why_unread(error)}. Free the disk, "
                     "or lower --journal-size."
                 ) from None
-
-    def _drop_expired(self) -> None:
-        oldest = time.time() - MAX_AGE
-        while self._complete:
-            entry = next(iter(self._complete.values()))
-            if entry.end is None or entry.end >= oldest:
-                return
-            self._remove(entry, erase=True)
 
     def _sync_often(self) -> None:
         while not self._stop.wait(SYNC_SECONDS):

@@ -179,15 +179,20 @@ def decode(records: Sequence[bytes]) -> SavedAnswer:
     latest: dict[int, RequestMetrics] = {}
     for data in records[1:]:
         record = json.loads(data)
-        if record[0] == END:
+        if is_end(data):
             return SavedAnswer(request, updates, read_end(data))
         updates.append(_decode_update(record, latest, request.arrival))
     return SavedAnswer(request, updates)
 
 
+def is_end(data: bytes) -> bool:
+    """Return whether a record is the last one of a complete answer."""
+    return data.startswith(b'["end"')
+
+
 def read_end(data: bytes) -> SavedEnd | None:
     """Return the end that a record describes; None for another record."""
-    if not data.startswith(b'["end"'):
+    if not is_end(data):
         return None
     _, time, error = json.loads(data)
     return SavedEnd(time, None if error is None else (error[0], error[1]))

@@ -51,7 +51,7 @@ SAVED_ERRORS = {
 """Errors that end an answer in the journal, by name. Messages of others are not for clients."""
 
 MAX_BATCH_DELTAS = 16
-"""Maximum deltas that a slow reader gets at once before other requests run."""
+"""Maximum deltas of a saved answer, or of a slow reader, before other requests run."""
 PromptLogprobs = list[dict[int, Logprob] | None]
 TokenOrigin = tuple[str, TokenSource]
 """Text that one token completed, and the source of the token."""
@@ -179,18 +179,22 @@ class ActiveRequest:
         self._reader: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self) -> None:
-        """Submit the requests to the engine: with a saved answer, those that had not ended."""
-        if self._deadline is not None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(self._deadline, self._expire)
+    async def start(self) -> None:
+        """Submit the requests to the engine: with a saved answer, those that had not ended.
+
+        Other tasks run only while a saved answer is handled, and not after the requests were
+        submitted.
+        """
         processor = self.service.processor
         visible = self.parsed.visible_token_ids
         for index, request in enumerate(self.requests):
             self._open[index] = processor.completion(request, index, visible)
-        rest = self._received() if self._saved is not None else list(enumerate(self.requests))
+        rest = await self._received() if self._saved is not None else list(enumerate(self.requests))
         if not rest:
             return
+        if self._deadline is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(self._deadline, self._expire)
         try:
             self.service.client.submit(
                 [(request, partial(self._on_update, index)) for index, request in rest]
@@ -199,20 +203,23 @@ class ActiveRequest:
             self._open.clear()  # none was queued: there is nothing to abort
             self._fail(0, error)
 
-    def _received(self) -> list[tuple[int, Request]]:
+    async def _received(self) -> list[tuple[int, Request]]:
         """Handle the updates of a saved answer; return the requests of its rest, by index."""
         assert self._saved is not None
         answers = [ReceivedAnswer(request) for request in self.requests]
-        for index, update in self._saved.updates:
+        for number, (index, update) in enumerate(self._saved.updates, 1):
             answers[index].add(update)
             self._on_update(index, update)
+            if number % MAX_BATCH_DELTAS == 0:
+                await asyncio.sleep(0)
         self._num_saved_deltas = len(self._deltas)
         if self._saved.end is None and self._error is None:
             return [(index, answers[index].rest()) for index in self._open]
         self._open.clear()
         self._num_running = 0
         if self._saved.end is not None:
-            self._error = saved_error(self._saved.end.error)
+            # The server may have ended the request meanwhile, before all of its deltas.
+            self._error = self._error or saved_error(self._saved.end.error)
         return []
 
     @property

@@ -10,7 +10,7 @@ from lockstep.errors import RequestError
 from lockstep.serve.http.errors import MAX_SHOWN_CHARACTERS, UnknownStreamError
 from lockstep.serve.http.event_stream import Event, EventStream, ignored_fields_header
 from lockstep.serve.http.request_context import current_owner
-from lockstep.serve.journal.journal import Journal
+from lockstep.serve.journal.journal import EXPIRY_SECONDS, Journal
 from lockstep.serve.journal.saved_answer import SavedAnswer, SavedRequest
 from lockstep.serve.requests.event_log import EventLog
 from lockstep.serve.requests.response_writer import ResponseWriter
@@ -219,7 +219,7 @@ class ResumableStreams:
     async def whole(self, kind: str, response_id: str) -> Event:
         """Return a complete answer as one object. Raises RequestError."""
         await self._is_restored.wait()
-        saved = self._saved((self.owner(), response_id), kind)
+        saved = await self._saved((self.owner(), response_id), kind)
         if saved is None or saved.end is None:
             await self.get(kind, response_id)  # raises where the answer is not known
             why = "it is in progress" if saved else "that needs a server with --journal"
@@ -252,6 +252,12 @@ class ResumableStreams:
             log.warning(
                 "%d of %d open answers of the last process go on", num_resumed, len(answers)
             )
+
+    async def drop_expired(self) -> None:
+        """Erase answers of the journal when they have expired, until cancelled."""
+        while self._journal is not None:
+            await asyncio.sleep(EXPIRY_SECONDS)
+            self._journal.drop_expired()
 
     def remove(self, stream: ResumableStream) -> None:
         """Forget a stream, unless another one has its place."""
@@ -305,7 +311,7 @@ class ResumableStreams:
 
     async def _read_again(self, key: Key, kind: str) -> ResumableStream | None:
         """Return a complete answer of the journal as a stream; None where there is none."""
-        saved = self._saved(key, kind)
+        saved = await self._saved(key, kind)
         if saved is None or saved.end is None:
             return None
         writer = await self._writer_of(saved)
@@ -319,8 +325,12 @@ class ResumableStreams:
             log.warning("the answer %s cannot be read again: %s", saved.request.id, error)
             return None
 
-    def _saved(self, key: Key, kind: str) -> SavedAnswer | None:
-        saved = None if self._journal is None else self._journal.find(*key)
+    async def _saved(self, key: Key, kind: str) -> SavedAnswer | None:
+        """Return an answer of the journal; None where there is none of this API."""
+        records = None if self._journal is None else self._journal.records(*key)
+        if self._journal is None or records is None:
+            return None
+        saved = await asyncio.to_thread(self._journal.read, records)
         return saved if saved is not None and saved.request.kind == kind else None
 
     def _why_unknown(self, response_id: str) -> str:

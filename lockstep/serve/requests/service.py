@@ -171,7 +171,7 @@ class Service:
         seconds = min((limit for limit in limits if limit is not None), default=None)
         deadline = None if seconds is None else start_time + seconds
         active = ActiveRequest(self, parsed, requests, deadline)
-        self._start(active)
+        await self._start(active)
         if ignored := body.ignored_fields():
             log.warning("fields were ignored: %s", ", ".join(ignored)[:MAX_SHOWN_CHARACTERS])
         return active
@@ -190,13 +190,17 @@ class Service:
         if deadline is not None:
             deadline += asyncio.get_running_loop().time() - time.time()
         active = ActiveRequest(self, parsed, requests, deadline, saved)
-        self._start(active)
+        await self._start(active)
         return active
 
-    def _start(self, active: ActiveRequest) -> None:
+    async def _start(self, active: ActiveRequest) -> None:
         self._active.add(active)
         self._num_completions += len(active.requests)
-        active.start()
+        try:
+            await active.start()
+        except BaseException:  # the task was cancelled
+            active.close()
+            raise
 
     async def parse(
         self, body: GenerationBody, id_prefix: str

@@ -69,8 +69,13 @@ def write(journal: Journal, name: str, num_bytes: int, end: bool, owner: str = "
             recorder.end()
 
 
+def find(journal: Journal, owner: str, name: str) -> SavedAnswer | None:
+    records = journal.records(owner, name)
+    return None if records is None else journal.read(records)
+
+
 def kept(journal: Journal, names: Iterator[str] | list[str]) -> list[str]:
-    return [name for name in names if journal.find("", name) is not None]
+    return [name for name in names if find(journal, "", name) is not None]
 
 
 def test_updates_are_read_as_they_were() -> None:
@@ -108,7 +113,7 @@ def test_open_and_complete_answers_are_found_again(path: str) -> None:
     (answer,) = second.take_open_answers()
     assert (answer.request.id, answer.end) == ("open", None)
     assert [update.token_ids for _, update in answer.updates] == [[4, 5]]
-    complete = second.find("", "complete")
+    complete = find(second, "", "complete")
     assert complete is not None and complete.end is not None and complete.end.error is None
     recorder = second.resume(answer)
     assert recorder is not None and second.resume(complete) is None
@@ -117,8 +122,8 @@ def test_open_and_complete_answers_are_found_again(path: str) -> None:
     recorder.end()
     second.close()
     third = opened(path)
-    assert third.take_open_answers() == [] and third.find("", "dropped") is None
-    whole = third.find("", "open")
+    assert third.take_open_answers() == [] and find(third, "", "dropped") is None
+    whole = find(third, "", "open")
     assert whole is not None and [u.token_ids for _, u in whole.updates] == [[4, 5], [6]]
     third.close()
 
@@ -130,7 +135,7 @@ def test_the_oldest_complete_answers_make_room(path: str) -> None:
     for name in names:
         write(journal, name, 100_000, end=True)
     assert kept(journal, names) == names[11:]
-    assert journal.find("", "open") is not None
+    assert find(journal, "", "open") is not None
     journal.close()
     journal = opened(path)
     write(journal, "later", 100_000, end=True)
@@ -154,7 +159,7 @@ def test_open_answers_are_never_dropped_for_others(
     for _ in range(2000):
         recorder.add(0, update_of([1] * 50))
     recorder.end()
-    assert journal.find("", "grows") is None
+    assert find(journal, "", "grows") is None
     assert caplog.text.count("cannot be resumed") == 3
     journal.close()
     journal = opened(path)
@@ -184,7 +189,7 @@ def test_a_long_name_of_a_model_fits(path: str) -> None:
     write(journal, "one", 10, end=True)
     journal.close()
     journal = opened(path, identity=identity)
-    assert journal.find("", "one") is not None
+    assert find(journal, "", "one") is not None
     journal.close()
 
 
@@ -195,9 +200,9 @@ def test_an_answer_belongs_to_an_api_key(path: str) -> None:
     write(journal, "one", 10, end=True, owner=owner)
     write(journal, "one", 20, end=True, owner=other)
     for name, size in ((owner, 10), (other, 20)):
-        found = journal.find(name, "one")
+        found = find(journal, name, "one")
         assert found is not None and len(found.request.body) == size
-    assert journal.find("", "one") is None
+    assert find(journal, "", "one") is None
     journal.close()
     assert b"digest of a key" not in Path(path).read_bytes()
     journal = opened(path)
@@ -216,7 +221,7 @@ def test_another_model_is_named_and_not_resumed(
     journal = opened(path, identity={**IDENTITY, name: "another"})
     assert "(1 were open)" in caplog.text
     assert f"{name} was {IDENTITY[name]}, and is another" in caplog.text
-    assert not journal.take_open_answers() and journal.find("", "complete") is None
+    assert not journal.take_open_answers() and find(journal, "", "complete") is None
     journal.close()
     assert b"engine-open" not in Path(path).read_bytes()
 
@@ -224,11 +229,19 @@ def test_another_model_is_named_and_not_resumed(
 def test_old_answers_are_erased(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = opened(path)
     write(journal, "complete", 10, end=True)
-    assert journal.find("", "complete") is not None
+    assert find(journal, "", "complete") is not None
+    journal.drop_expired()
+    assert find(journal, "", "complete") is not None
+    write(journal, "later", 10, end=True)
     monkeypatch.setattr(journal_module, "MAX_AGE", -1.0)
-    assert journal.find("", "complete") is None
+    journal.drop_expired()
+    assert not kept(journal, ["complete", "later"])
+    write(journal, "last", 10, end=True)
     journal.close()
-    assert b"engine-complete" not in Path(path).read_bytes()
+    data = Path(path).read_bytes()
+    assert b"engine-complete" not in data and b"engine-last" in data
+    opened(path).close()
+    assert b"engine-last" not in Path(path).read_bytes(), "the next process erases it"
 
 
 def test_another_size_keeps_answers(path: str) -> None:
@@ -285,6 +298,39 @@ def test_a_disk_that_fails_ends_the_journal_and_no_answer(
     journal.close()
 
 
+@pytest.mark.parametrize(
+    ("name", "model"), [("pwrite", "tiny"), ("pwrite", "another"), ("pread", "another")]
+)
+def test_a_disk_that_fails_at_the_start_is_an_error(
+    path: str, monkeypatch: pytest.MonkeyPatch, name: str, model: str
+) -> None:
+    journal = opened(path)
+    write(journal, "complete", 10, end=True)
+    journal.close()
+    journal = Journal(path, SIZE)
+
+    def fail(*args: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, fail)
+        with pytest.raises(ConfigError, match="journal=.* cannot be read or written: Input/output"):
+            journal.start({**IDENTITY, "model": model})
+    journal.close()
+
+
+def test_answers_of_another_release_are_erased(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    journal = opened(path)
+    write(journal, "open", 10, end=False)
+    number = journal._file.create()
+    journal._file.append(number, b'["request", {"kind": "chat"}]')
+    journal._file.append(number, b'["end", 3.5, null, "a field that this release does not know"]')
+    journal.close()
+    journal = opened(path, identity={**IDENTITY, "system_fingerprint": "ls-2"})
+    assert "(1 were open)" in caplog.text
+    journal.close()
+
+
 def test_damaged_answers_are_dropped(path: str, caplog: pytest.LogCaptureFixture) -> None:
     journal = opened(path)
     write(journal, "good", 10, end=True)
@@ -293,5 +339,5 @@ def test_damaged_answers_are_dropped(path: str, caplog: pytest.LogCaptureFixture
     caplog.set_level(logging.WARNING)
     journal = opened(path)
     assert "cannot be read, and is dropped" in caplog.text
-    assert journal.find("", "good") is not None and not journal.take_open_answers()
+    assert find(journal, "", "good") is not None and not journal.take_open_answers()
     journal.close()

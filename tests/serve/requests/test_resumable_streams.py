@@ -5,6 +5,7 @@ import contextlib
 import json
 import re
 import shutil
+import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,10 @@ import pytest
 from lockstep.errors import EngineDeadError
 from lockstep.serve.app import create_app
 from lockstep.serve.http.access import AccessRules
+from lockstep.serve.journal import journal as journal_module
 from lockstep.serve.journal.journal import Journal
+from lockstep.serve.requests import resumable_streams
+from lockstep.serve.requests.active_request import ActiveRequest
 from lockstep.serve.requests.service import Limits, Service
 from tests.serve.api_calls import CALL, TOOLS, USER
 from tests.serve.fake_client import FakeClient
@@ -213,6 +217,97 @@ def test_complete_answers_are_read_from_the_journal(
         third = servers.start(servers.killed(second))
         async with third.http() as http:
             assert (await http.get(url, params={"stream": True})).status_code == 404
+
+    run(work())
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_long_saved_answers_let_other_requests_run(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch, is_complete: bool
+) -> None:
+    """Updates are decoded in a thread, and detokenized in parts."""
+    threads: list[int] = []
+    decode = journal_module.decode
+
+    def note_thread(records: Any) -> Any:
+        threads.append(threading.get_ident())
+        return decode(records)
+
+    handle = ActiveRequest._on_update
+    handled = [0]
+
+    def count(active: ActiveRequest, index: int, update: Any) -> None:
+        handled[-1] += 1
+        handle(active, index, update)
+
+    async def tick() -> None:
+        while True:
+            handled.append(0)
+            await asyncio.sleep(0)
+
+    async def work() -> None:
+        path, body = "/v1/completions", {"prompt": "the", "max_tokens": 400}
+        first = servers.start(servers.folder / "journal", None if is_complete else 300, "a" * 400)
+        first.client.step = 1
+        async with asked(first, path, body) as answer_id:
+            await idle()
+            assert is_complete == (not first.service.num_active)
+            second = servers.start(servers.killed(first), text="a" * 400)
+        monkeypatch.setattr(ActiveRequest, "_on_update", count)
+        monkeypatch.setattr(journal_module, "decode", note_thread)
+        ticking = asyncio.create_task(tick())
+        await second.service.streams.restore()
+        async with second.http() as http:
+            assert "[DONE]" in (await http.get(f"{path}/{answer_id}?stream=true")).text
+        ticking.cancel()
+        assert sum(handled) >= 300
+        assert max(handled) <= 16
+        assert [one == threading.get_ident() for one in threads] == [False] * is_complete
+
+    run(work())
+
+
+def test_shutdown_while_a_saved_answer_is_read_is_an_error(servers: Servers) -> None:
+    """A part of a complete answer must not look like all of it."""
+
+    async def work() -> None:
+        path, body = BODIES[2]
+        first = servers.start(servers.folder / "journal")
+        async with first.http() as http:
+            told = (await http.post(path, json={**body, "stream": True})).text
+        answer_id = re.findall(r"id: (\S+):0\n", told)[0]
+        second = servers.start(servers.killed(first))
+        async with second.http() as http:
+            reading = asyncio.create_task(http.get(f"{path}/{answer_id}?stream=true"))
+            while not second.service.num_active:
+                await asyncio.sleep(0)
+            second.service.end_all()
+            part = (await reading).text
+        assert "shutting down" in part, "not all of the answer, without an error"
+        third = servers.start(servers.killed(second))
+        async with third.http() as http:
+            assert (await http.get(f"{path}/{answer_id}?stream=true")).text == told
+
+    run(work())
+
+
+def test_expired_answers_are_erased_in_time(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        running = servers.start(servers.folder / "journal", text="hello fox")
+        path, body = BODIES[3]
+        async with running.http() as http:
+            told = (await http.post(path, json={**body, "stream": True})).text
+        answer_id = re.findall(r"id: (\S+):0\n", told)[0].encode()
+        monkeypatch.setattr(resumable_streams, "EXPIRY_SECONDS", 0.01)
+        dropping = asyncio.create_task(running.service.streams.drop_expired())
+        await asyncio.sleep(0.05)
+        assert answer_id in servers.killed(running).read_bytes()
+        monkeypatch.setattr(journal_module, "MAX_AGE", -1.0)
+        while answer_id in servers.killed(running).read_bytes():
+            await asyncio.sleep(0.01)
+        dropping.cancel()
 
     run(work())
 
