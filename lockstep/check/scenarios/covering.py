@@ -25,7 +25,7 @@ MAX_ATTEMPTS = 40
 """Random orders of features that are tried before a tuple is called impossible."""
 STATE_WEIGHT = 6.0
 """Weight of a pair that touches state, relative to other pairs."""
-COSTLY_FACTOR = 0.25
+COSTLY_FACTOR = 0.1
 """Weight of the tuples of a costly value."""
 POTENTIAL_WEIGHT = 0.02
 """Weight of a tuple that a value may still cover, relative to one that it covers now."""
@@ -108,14 +108,23 @@ class CoveringArray:
     def next_tuple(self, fixed: Sequence[int]) -> Row:
         """Return a tuple that is not covered and fits the fixed values, () if there is none.
 
-        Tuples of a value that no row had come first, then those that touch state.
+        Tuples of a value that no row had come first, then those that touch state, and among these
+        those without a costly value.
         """
         fits = self._fitting(fixed)
         numbers = np.flatnonzero(fits)
         remaining = self.uncovered[np.ix_(*[numbers] * self.strength)]
         if self.strength == 2:
-            for preferred in (~self._had[numbers], self.values.state[numbers]):
-                urgent = remaining & (preferred[:, None] | preferred)
+            new = ~self._had[numbers]
+            state = self.values.state[numbers]
+            cheap = np.array([number not in self._factors for number in numbers])
+            touching_state = state[:, None] | state
+            for preferred in (
+                new[:, None] | new,
+                touching_state & cheap[:, None] & cheap,
+                touching_state,
+            ):
+                urgent = remaining & preferred
                 if urgent.any():
                     remaining = urgent
                     break
