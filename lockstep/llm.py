@@ -117,22 +117,27 @@ class LLM:
         **settings: Any,
     ) -> None:
         config, text = EngineArgs(model, **settings).read()
-        self._adopt(build_engine(config, progress), text)
+        engine = build_engine(config, progress)
+        self._adopt(engine, processor_of(engine.facts, text))
 
     @classmethod
-    def from_engine(cls, engine: Engine) -> "LLM":
-        """Return an LLM around a built engine."""
+    def from_engine(cls, engine: Engine, processor: Processor | None = None) -> "LLM":
+        """Return an LLM around a built engine.
+
+        processor: that of an engine with the same tokenizer and max_model_len; None reads the
+        checkpoint's.
+        """
         llm = cls.__new__(cls)
-        llm._adopt(engine, TextSettings())
+        llm._adopt(engine, processor or processor_of(engine.facts, TextSettings()))
         return llm
 
-    def _adopt(self, engine: Engine, text: TextSettings) -> None:
-        """Take the engine, and read the tokenizer and chat template of its checkpoint."""
+    def _adopt(self, engine: Engine, processor: Processor) -> None:
+        """Take the engine, and the tokenizer and chat template of its checkpoint."""
         self._engine: Engine | None = engine
         self._client: AsyncEngine | None = None
         self._stop: Callable[[], Any] | None = None
         self._starting = threading.Lock()
-        self.processor = processor_of(engine.facts, text)
+        self.processor = processor
         self.tokenizer = self.processor.tokenizer
 
     @property

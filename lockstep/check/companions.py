@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lockstep.check.engines import CheckEngine, build, build_plain
+from lockstep.check.engines import CheckEngine, Processors, build, build_plain
 from lockstep.check.judges.plain_runs import PlainRuns
 from lockstep.check.random_adapters import RandomAdapters
 from lockstep.worker.executor import worker_of
@@ -112,6 +112,8 @@ class Companions:
         self._shared = {name: value for name, value in settings.items() if name not in UNSHARED}
         self._plain: dict[tuple[str, str], PlainRuns] = {}
         self._adapters: dict[str, RandomAdapters] = {}
+        # All companions have the tokenizer of the bundled model.
+        self._processors: Processors = {}
 
     @cached_property
     def _folder(self) -> Path:
@@ -137,7 +139,7 @@ class Companions:
         key = (model, numerics)
         if key not in self._plain:
             folder = str(self._folder / model)
-            engine = build_plain(folder, self.settings(numerics))
+            engine = build_plain(folder, self.settings(numerics), self._processors)
             self._plain[key] = PlainRuns(engine, self._adapted(model, numerics, engine))
         return self._plain[key]
 
@@ -148,7 +150,7 @@ class Companions:
         adapters = self._adapters[model]
         settings = self.settings(numerics)
         folder = str(self._folder / model)
-        return lambda: build_plain(folder, {**settings, **adapters.settings()})
+        return lambda: build_plain(folder, {**settings, **adapters.settings()}, self._processors)
 
     def build(
         self,
@@ -163,4 +165,4 @@ class Companions:
         settings = {**engine_settings, **self.settings(numerics)}
         if with_adapters:
             settings |= self._adapters[model].settings()
-        return build(str(self._folder / model), settings, hooks)
+        return build(str(self._folder / model), settings, hooks, self._processors)

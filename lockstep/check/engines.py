@@ -28,7 +28,7 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.scheduler import Scheduler
 from lockstep.spec import prediction
-from lockstep.text.processor import CompletionText, Prompt, Rendered
+from lockstep.text.processor import CompletionText, Processor, Prompt, Rendered
 from lockstep.worker.executor import executor_of, worker_of
 from lockstep.worker.hooks import NO_HOOKS, CheckHooks
 from lockstep.worker.step_observer import StepObserver
@@ -36,6 +36,9 @@ from lockstep.worker.worker import Worker
 
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
 """Sampling parameters for a prompt that is only cached."""
+Processors = dict[int, Processor]
+"""Text processors of one tokenizer by max_model_len: engines share them, since a chat template and
+a grammar's tokens take longer than a tiny engine."""
 
 
 @dataclass(frozen=True)
@@ -226,16 +229,34 @@ def count_observers(worker: Worker, change: int) -> None:
     worker.num_logit_observers += change
 
 
-def build(model: str | None, settings: dict[str, Any], hooks: CheckHooks = NO_HOOKS) -> CheckEngine:
-    """Build an engine with these settings and hooks. Raises what LLM raises."""
+def build(
+    model: str | None,
+    settings: dict[str, Any],
+    hooks: CheckHooks = NO_HOOKS,
+    processors: Processors | None = None,
+) -> CheckEngine:
+    """Build an engine with these settings and hooks. Raises what LLM raises.
+
+    processors: those of engines with the same tokenizer. The engine takes one of them, or adds its
+    own.
+    """
     config = EngineConfig.read(model=model, **{**settings, "audit": True})
-    return CheckEngine(LLM.from_engine(build_engine(config, hooks=hooks)))
+    engine = build_engine(config, hooks=hooks)
+    if processors is None:
+        return CheckEngine(LLM.from_engine(engine))
+    length = engine.plan.max_model_len
+    llm = LLM.from_engine(engine, processors.get(length))
+    processors[length] = llm.processor
+    return CheckEngine(llm)
 
 
-def build_plain(model: str | None, settings: dict[str, Any]) -> CheckEngine:
+def build_plain(
+    model: str | None, settings: dict[str, Any], processors: Processors | None = None
+) -> CheckEngine:
     """Build the engine of plain runs, on one rank. Raises what LLM raises."""
     one_rank = {**settings, "tensor_parallel_size": 1}
-    return build(model, settings_with(PLAIN.settings(small_chunks=False), one_rank))
+    plain_settings = settings_with(PLAIN.settings(small_chunks=False), one_rank)
+    return build(model, plain_settings, processors=processors)
 
 
 @dataclass

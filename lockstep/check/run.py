@@ -1,6 +1,8 @@
 """Entry points of the check: build the plain engine, and run all sections against it."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lockstep.check.companions import Companions, numerics_of
@@ -45,12 +47,28 @@ def run_check(
     effort = effort or Effort(SIZES[size].scenarios, covers=SIZES[size].covers)
     report = Report(size, seed=seed, coverage=Coverage(), shard=effort.shard)
     with running(report):
-        for section in _sections(report, model, settings, progress, effort, oracle):
-            section()
-            if report.failures and effort.fail_fast:
-                break
+        sections = _sections(report, model, settings, progress, effort, oracle)
+        with _frozen():
+            for section in sections:
+                section()
+                if report.failures and effort.fail_fast:
+                    break
         progress("done", 1, 1)
     return report
+
+
+@contextmanager
+def _frozen() -> Iterator[None]:
+    """Keep the objects that exist out of garbage collections.
+
+    A collection frees the last engine before the next one: it takes 1 ms instead of 150.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _sections(

@@ -74,6 +74,7 @@ class PlainRuns:
         self.faults: list[Fault] = []
         self.flattest: list[tuple[float, Tensor]] = []
         self._answers: dict[str, list[Answer]] = {}
+        self._logprobs: dict[tuple[int, ...], float] = {}
         self._runs = 0
         self._token_bytes: list[bytes] = []
 
@@ -229,18 +230,21 @@ class PlainRuns:
         tolerance = PROMPT_LOGPROB_TOLERANCES.get(self.engine.engine.plan.dtype, 0.1)
         # Each length costs a separate run: the middle and the last but one suffice.
         for length in sorted({len(prompt) // 2, len(prompt) - 1} - {0}):
-            scores = torch.log_softmax(self._logits_after(prompt[:length]).double(), -1)
             token = prompt[length]
             actual = {t: float.fromhex(v) for t, v, _ in answer.prompt_logprobs[length - 1]}[token]
-            expected = float(scores[token])
+            expected = self._logprob_after(prompt[:length], token)
             if not abs(actual - expected) <= tolerance * (1 + abs(expected)):
                 return 0, f"prompt logprob {actual} of token {length} instead of {expected}"
         return None
 
-    def _logits_after(self, prompt: Sequence[int]) -> Tensor:
-        """Return the raw logits [V] after a prompt."""
-        (completion,) = self.engine.completions("plain-prefix", prompt, ONE_TOKEN)
-        return self._serve(completion).first_rows(1)[0]
+    def _logprob_after(self, prompt: Sequence[int], token: int) -> float:
+        """Return the log-probability of a token after a prompt, which runs once."""
+        key = (*prompt, token)
+        if key not in self._logprobs:
+            (completion,) = self.engine.completions("plain-prefix", prompt, ONE_TOKEN)
+            logits = self._serve(completion).first_rows(1)[0]
+            self._logprobs[key] = float(torch.log_softmax(logits.double(), -1)[token])
+        return self._logprobs[key]
 
     def _record_flattest(self, raw: Tensor) -> None:
         """Store the row of raw logits [N, V] with the highest entropy, if it is among the top."""

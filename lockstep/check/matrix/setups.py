@@ -53,7 +53,7 @@ class Size:
 
 
 SIZES = {
-    "quick": Size(8, 1, 2, scenarios=14, num_samples=64),
+    "quick": Size(8, 1, 2, scenarios=12, num_samples=64),
     "default": Size(24, 2, 2, scenarios=60, num_samples=256, covers=True),
     "full": Size(32, 8, 7, scenarios=240, num_samples=1024, strength=3, covers=True),
 }

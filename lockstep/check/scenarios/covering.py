@@ -22,10 +22,10 @@ CANDIDATES = 6
 TRIPLE_CANDIDATES = 2
 """Candidate rows of an array of triples."""
 MAX_ATTEMPTS = 40
-"""Random orders of features that are tried before a tuple is called impossible."""
+"""Random orders of features that are tried before a row with a tuple is searched exhaustively."""
 STATE_WEIGHT = 6.0
 """Weight of a pair that touches state, relative to other pairs."""
-COSTLY_FACTOR = 0.25
+COSTLY_FACTOR = 0.1
 """Weight of the tuples of a costly value."""
 POTENTIAL_WEIGHT = 0.02
 """Weight of a tuple that a value may still cover, relative to one that it covers now."""
@@ -108,14 +108,23 @@ class CoveringArray:
     def next_tuple(self, fixed: Sequence[int]) -> Row:
         """Return a tuple that is not covered and fits the fixed values, () if there is none.
 
-        Tuples of a value that no row had come first, then those that touch state.
+        Tuples of a value that no row had come first, then those that touch state, and among these
+        those without a costly value.
         """
         fits = self._fitting(fixed)
         numbers = np.flatnonzero(fits)
         remaining = self.uncovered[np.ix_(*[numbers] * self.strength)]
         if self.strength == 2:
-            for preferred in (~self._had[numbers], self.values.state[numbers]):
-                urgent = remaining & (preferred[:, None] | preferred)
+            new = ~self._had[numbers]
+            state = self.values.state[numbers]
+            cheap = np.array([number not in self._factors for number in numbers])
+            touching_state = state[:, None] | state
+            for preferred in (
+                new[:, None] | new,
+                touching_state & cheap[:, None] & cheap,
+                touching_state,
+            ):
+                urgent = remaining & preferred
                 if urgent.any():
                     remaining = urgent
                     break
@@ -194,8 +203,37 @@ class CoveringArray:
         factor = self._factors.get(number, 1.0)
         return factor * (new + POTENTIAL_WEIGHT * potential), factor * new
 
+    def complete(self, wanted: Row) -> Row | None:
+        """Return a row with these values, in the order of features; None if there is none.
+
+        The search is exhaustive: it assigns the feature with fewest fitting values first, and goes
+        back where a feature has none left.
+        """
+        fits = self._fitting(wanted)
+        if not all(fits[number] for number in wanted):
+            return None
+        remaining = [[n for n in numbers if fits[n]] for numbers in self.values.of_feature]
+        assigned = {int(self.values.owner[number]) for number in wanted}
+        for number in wanted:
+            remaining[self.values.owner[number]] = [number]
+        return self._search(remaining, assigned)
+
+    def _search(self, remaining: list[list[int]], assigned: set[int]) -> Row | None:
+        """Return a row of remaining values. assigned: features whose value was chosen."""
+        todo = [index for index in range(len(remaining)) if index not in assigned]
+        if not todo:
+            return tuple(numbers[0] for numbers in remaining)
+        feature = min(todo, key=lambda index: len(remaining[index]))
+        for number in remaining[feature]:
+            fits = self.values.compatible[number]
+            reduced = [[n for n in numbers if fits[n]] for numbers in remaining]
+            reduced[feature] = [number]
+            if all(reduced) and (row := self._search(reduced, assigned | {feature})):
+                return row
+        return None
+
     def give_up(self, wanted: Row) -> None:
-        """Count a tuple that no row can have as covered."""
+        """Count a tuple as covered."""
         for order in permutations(wanted):
             self.uncovered[order] = False
 
@@ -276,14 +314,15 @@ class CoveringPlan:
         if array.is_complete:
             array.uncovered = self.feasible.copy()
         wanted = array.next_tuple(())
-        engine = array.assign(Level.ENGINE, (), wanted)
-        if engine is None:
+        planned = self._engine(wanted)
+        if planned is None:
+            # The greedy choices left no value for some feature.
+            row = array.complete(wanted)
+            planned = None if row is None else self._engine(row)
+        if planned is None:
             self._give_up(wanted)
             return
-        scenario = self._scenario(engine, wanted)
-        if scenario is None:
-            self._give_up(wanted)
-            return
+        engine, scenario = planned
         self._scenarios.append(scenario)
         for _ in range(self.per_engine - 1):
             # A tuple that this engine cannot have is tried again with an engine of its own. The
@@ -293,7 +332,14 @@ class CoveringPlan:
         if array.is_complete and self._complete_at is None:
             self._complete_at = len(self._scenarios)
 
+    def _engine(self, wanted: Row) -> tuple[Row, PlannedScenario] | None:
+        """Return an engine with a first scenario that has these values, None if none fit."""
+        engine = self.array.assign(Level.ENGINE, (), wanted)
+        scenario = None if engine is None else self._scenario(engine, wanted)
+        return None if engine is None or scenario is None else (engine, scenario)
+
     def _give_up(self, wanted: Row) -> None:
+        """Record a tuple that no row can have."""
         self.array.give_up(wanted)
         self.impossible.append(wanted)
         for order in permutations(wanted):

@@ -11,6 +11,8 @@ from lockstep.check.scenarios.covering import Bools, CoveringPlan, Row, count_tu
 MAX_LISTED = 40
 """Maximum tuples that a report lists as not met."""
 NAMES = {2: "pairs", 3: "triples"}
+NO_ROW = "no row of values has them: the other rules leave no value for some feature"
+"""Reason of tuples that no single exclusion names."""
 
 
 class MetTuples:
@@ -88,10 +90,10 @@ class MetTuples:
         return lines
 
     def excluded(self) -> dict[str, int]:
-        """Return the number of excluded pairs of values by reason."""
+        """Return the number of excluded tuples by reason."""
         counts = Counter(self.values.reasons.values())
         if self.plan_of.impossible:
-            counts["no request can have both"] = len(set(self.plan_of.impossible))
+            counts[NO_ROW] = len(set(self.plan_of.impossible))
         return dict(counts)
 
     def summary(self) -> str:

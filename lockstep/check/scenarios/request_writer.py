@@ -46,6 +46,10 @@ BUDGETS = (0, 2, 5)
 SALT = "of another"
 WORDS = "the harbour was quiet that morning and the storm was not there for two boats".split()
 """Words of rendered prompts."""
+MAX_DIGITS = 6
+"""Tokens of digits that may follow the words."""
+MAX_RENDERINGS = 40
+"""Renderings that are tried for a prompt of the wanted length."""
 TEMPERATURES = {"0": (0.0,), "1e-4": (1e-4,), "1": (0.4, 0.8, 1.0, 1.4), "3": (2.5, 3.0),
                 "100": (100.0,)}  # fmt: skip
 TOP_K = {"1": (1,), "few": (2, 3, 5), "40": (40,)}
@@ -273,19 +277,21 @@ class RequestWriter:
         """Return a conversation whose rendered prompt has this length, if one is found."""
         first = rng.randrange(len(WORDS))
         words = [*WORDS[first:], *WORDS[:first]] * (length // len(WORDS) + 2)
-        count = max(length - 12, 1)
+        count = max(length - TEMPLATE_PARTS[0], 1)
         best = Conversation(words[0], thinks)
-        # A word may have two tokens; single letters correct that.
-        for _ in range(40):
+        for _ in range(MAX_RENDERINGS):
             text = " ".join(words[:count])
-            for letters in range(4):
-                best = Conversation(text + " a" * letters, thinks)
-                num_tokens = len(rendered(self.plain.llm, best).ids)
-                if num_tokens == length:
+            best = Conversation(text, thinks)
+            missing = length - len(rendered(self.plain.llm, best).ids)
+            if missing == 0:
+                return best
+            # A word has one to five tokens. Digits correct that: a token has one to three of them.
+            for digits in range(missing, 3 * missing + 1) if missing <= MAX_DIGITS else ():
+                best = Conversation(text + "1" * digits, thinks)
+                if len(rendered(self.plain.llm, best).ids) == length:
                     return best
-                if num_tokens > length:
-                    break
-            count = max(count + (length - num_tokens) // 2 - (num_tokens > length), 1)
+            # The difference is halved, and at least one word is added or removed.
+            count = max(count + (missing // 2 or 1), 1)
         return best
 
     def _base_params(self, draft: Draft) -> Params:
@@ -324,7 +330,8 @@ class RequestWriter:
         if size == "cut":
             return CUT_TOKENS
         if size == "past 64":
-            return min(rng.choice(LONG), max_output_tokens)
+            # A step of the served model takes several times as long as one of a companion.
+            return min(rng.choice(LONG if self.is_companion else LONG[:2]), max_output_tokens)
         if size == "past a page end":
             return min(PAGE - length % PAGE + rng.choice((0, 1, 3)), max_output_tokens)
         if draft.values["grammar"] != "off" or draft.thinks:
@@ -349,6 +356,8 @@ class RequestWriter:
             ("bad words", ("bad_words", "bad_words_ids")),
             ("allowed ids", ("allowed_token_ids",)),
             ("grammar", ("structured_outputs",)),
+            # The token that must end a thought may be a stop token that comes too early.
+            ("min_tokens", ("min_tokens",)),
         ):
             max_tokens = min(draft.params["max_tokens"], draft.max_output_tokens)
             params = {**draft.params, "max_tokens": max_tokens}

@@ -1,5 +1,6 @@
 """Covering arrays have every pair, or triple, of feature values that no exclusion names."""
 
+import random
 from itertools import combinations, product
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from lockstep.check.companions import ATTENTION, MIXTURE, NUMERICS
 from lockstep.check.judges.plain_runs import SERVED
 from lockstep.check.matrix.setups import SIZES
+from lockstep.check.scenarios import covering
 from lockstep.check.scenarios.covering import CoveringPlan, count_tuples
 from lockstep.check.scenarios.features import (
     EXCLUSIONS,
@@ -163,6 +165,49 @@ def test_only_a_tuple_that_begins_an_engine_is_called_impossible() -> None:
         had = {pair for row in rows for pair in combinations(row, 2)}
         assert count_tuples(plan.feasible) == len({tuple(sorted(pair)) for pair in had})
         assert total % 3 == 0
+
+
+@pytest.mark.parametrize("strength", [2, 3])
+def test_only_tuples_that_no_row_has_are_called_impossible(
+    strength: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy choices fail often here: what is feasible is compared with all rows that exist."""
+    monkeypatch.setattr(covering, "MAX_ATTEMPTS", 1)
+    for seed in range(8):
+        rng = random.Random(seed)
+        features = tuple(
+            Feature(str(index), level, ("a", "b", "c"), "")
+            for index, level in enumerate((*Level, *Level))
+        )
+        values = [(feature.name, value) for feature in features for value in feature.values]
+        excluded = {
+            frozenset(pair)
+            for pair in combinations(values, 2)
+            if pair[0][0] != pair[1][0] and rng.random() < 0.25
+        }
+        exclusions = []
+        for pair in sorted(map(sorted, excluded)):
+            (first, one), (second, other) = pair
+            exclusions.append(Exclusion((first, (one,)), (second, (other,)), "drawn"))
+        plan = CoveringPlan(FeatureTable(features, tuple(exclusions)), strength, seed, 1, 2)
+        rows = product(*([(f.name, value) for value in f.values] for f in features))
+        possible = {
+            frozenset(chosen)
+            for row in rows
+            if not any(frozenset(pair) in excluded for pair in combinations(row, 2))
+            for chosen in combinations(row, strength)
+        }
+        total = plan.num_scenarios
+        names = plan.values.names
+        feasible = {frozenset(names[n] for n in t) for t in np.argwhere(plan.feasible).tolist()}
+        assert feasible == possible
+        planned = {
+            frozenset(names[n] for n in chosen)
+            for index in range(total)
+            for row in plan.scenario(index).rows()
+            for chosen in combinations(row, strength)
+        }
+        assert planned >= possible
 
 
 def test_values_that_depend_on_the_run_need_an_event() -> None:
