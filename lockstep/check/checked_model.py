@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from lockstep.check.companions import Companions
-from lockstep.check.drafters import drafters_of, requested_drafter, settings_with
+from lockstep.check.drafters import NO_DRAFTER, drafters_of, requested_drafter, settings_with
 from lockstep.check.engines import CheckEngine, build, build_plain
 from lockstep.check.judges.plain_runs import SERVED, PlainRuns
 from lockstep.check.random_adapters import RandomAdapters
@@ -78,6 +78,8 @@ class CheckedModel:
         self.progress("building the plain engine", 0, 0)
         plain = build_plain(self.name, self.settings)
         self.report.numerics = plain.engine.numerics
+        if self.report.coverage is not None:
+            self.report.coverage.record_engine(plain.engine, NO_DRAFTER)
         return plain
 
     @cached_property

@@ -19,14 +19,14 @@ class Deadline:
         return cls(None if seconds is None else time.monotonic() + seconds)
 
     @property
-    def left(self) -> float | None:
+    def seconds_left(self) -> float | None:
         """Return the seconds that are left, not below 0; None without a limit."""
         return None if self.at is None else max(self.at - time.monotonic(), 0.0)
 
     @property
     def passed(self) -> bool:
         """Return whether the time is up."""
-        return self.left == 0.0
+        return self.seconds_left == 0.0
 
     def share(self, weight: int, weights: int) -> "Deadline":
         """Return the deadline of the next part.
@@ -34,8 +34,8 @@ class Deadline:
         weight: of this part. weights: of it and of the parts that come after it. Time that earlier
         parts did not use is divided among the later ones.
         """
-        left = self.left
-        return self if left is None else Deadline.after(left * weight / weights)
+        seconds = self.seconds_left
+        return self if seconds is None else Deadline.after(seconds * weight / weights)
 
 
 NO_DEADLINE = Deadline()

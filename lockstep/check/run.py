@@ -146,8 +146,8 @@ def _scenarios(checked: CheckedModel, effort: Effort, deadline: Deadline) -> Non
     """Run random scenarios: their number, or until the deadline."""
     report = checked.report
     size = SIZES[report.size]
-    if deadline.left is not None:
-        effort = replace(effort, seconds=deadline.left)
+    if deadline.seconds_left is not None:
+        effort = replace(effort, seconds=deadline.seconds_left)
     checked.progress("scenarios: plan", 0, 0)
     generator = ScenarioGenerator(
         checked.runs,

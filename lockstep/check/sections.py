@@ -19,7 +19,7 @@ TOKENS = "tokens"
 CACHE = "cache"
 CAPTURE = "capture"
 SECTIONS = {
-    KERNELS: "every kernel that the model needs, in a process of its own",
+    KERNELS: "every kernel that the model needs, in a child process",
     LOGITS: "raw logits: bits in other batches and chunks, numbers against transformers",
     SAMPLING: "sampled tokens against their exact distributions",
     TOKENS: "random scenarios, and drafters with an empty cache",

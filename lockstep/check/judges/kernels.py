@@ -22,7 +22,7 @@ def run_kernels(
     progress: Progress,
     deadline: Deadline = NO_DEADLINE,
 ) -> None:
-    """Examine every kernel in a process of its own, and add the results to the report.
+    """Examine every kernel in a child process, and add the results to the report.
 
     Nothing is kept for servers: that is left to `lockstep doctor`.
     """

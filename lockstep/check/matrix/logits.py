@@ -81,8 +81,8 @@ def run_logits(
     gc.collect()
     total = report.planned[LOGITS_CASES]
     if deadline.passed and comparison.compared < total:
-        left = f"{total - comparison.compared} of {total} outputs of {LOGITS}"
-        report.omit(LOGITS, left, TIME_UP)
+        missing = f"{total - comparison.compared} of {total} outputs of {LOGITS}"
+        report.omit(LOGITS, missing, TIME_UP)
 
 
 def _drafting(checkpoint: Checkpoint, settings: dict[str, Any]) -> tuple[str | None, int]:

@@ -94,9 +94,9 @@ class TokenMatrix:
             if self.fail_fast and len(report.failures) > num_failures:
                 return
         total = sum(len(batch.cases) for _, engine_batches in runs for batch in engine_batches)
-        left = total - (comparison.compared - compared)
-        if deadline.passed and left > 0:
-            report.omit(section, f"{left} of {total} outputs of {section}", TIME_UP)
+        missing = total - (comparison.compared - compared)
+        if deadline.passed and missing > 0:
+            report.omit(section, f"{missing} of {total} outputs of {section}", TIME_UP)
         if len(report.failures) > num_failures:
             search = _Search(checked, self.cases, size)
             report.failures[num_failures] = search.locate(report.failures[num_failures])

@@ -54,7 +54,8 @@ class Coverage:
 
     backends: names of the backends that ran, by op. refused: reason by backend, by op. drafters:
     drafters that ran. parameters: sampling parameters that differed from their defaults.
-    refused_drafters: reason by drafter that the checkpoint does not support.
+    refused_drafters: reason by drafter that the checkpoint does not support. has_engine: an engine
+    was recorded, so that an op without a backend is none of its model's.
     """
 
     backends: dict[str, set[str]] = field(default_factory=dict)
@@ -62,9 +63,11 @@ class Coverage:
     drafters: set[str] = field(default_factory=set)
     parameters: set[str] = field(default_factory=set)
     refused_drafters: dict[str, str] = field(default_factory=dict)
+    has_engine: bool = False
 
     def record_engine(self, engine: Engine, drafter: str) -> None:
         """Record an engine with this drafter, or with "none"."""
+        self.has_engine = True
         for choice in engine.explain()["layers"]:
             ran = {name.split(" ")[0] for name in choice["backend"].split(", ")}
             self.backends.setdefault(choice["op"], set()).update(ran)
@@ -79,7 +82,7 @@ class Coverage:
                 self.parameters.add(parameter.name)
 
     def record_kernel(self, op: str, backend: str) -> None:
-        """Record a backend that was examined by itself."""
+        """Record a backend that doctor examined."""
         self.backends.setdefault(op, set()).add(backend)
 
     def missing(self) -> list[tuple[str, str]]:
@@ -99,7 +102,8 @@ class Coverage:
 
     def _missing_ops(self) -> list[tuple[str, str]]:
         """Return the ops that no engine needed."""
-        reasons = {op: why for why, ops in OPS_OF_FEATURES.items() for op in ops}
+        features = OPS_OF_FEATURES if self.has_engine else {}
+        reasons = {op: why for why, ops in features.items() for op in ops}
         return [
             (f"op {name}", reasons.get(name, "no engine of this run needed it"))
             for name in all_ops()

@@ -71,10 +71,15 @@ class Omission:
 
 @dataclass(frozen=True)
 class SectionResult:
-    """Result of a section. omissions: its parts that were not run."""
+    """Result of a section.
+
+    passed: number of its cases without a difference. failed: number of its failures, of which a
+    case may have several. omissions: its parts that were not run.
+    """
 
     name: str
     cases: int
+    passed: int
     failed: int
     seconds: float
     omissions: tuple[Omission, ...] = ()
@@ -159,16 +164,18 @@ class Report:
     @property
     def sections(self) -> list[SectionResult]:
         """Return the result of each section, those that were not run included."""
-        return [
-            SectionResult(
-                name,
-                sum(t.cases for t in self.tallies if section_of(t.setup) == name),
-                sum(section_of(f.setup) == name for f in self.failures),
-                round(self.section_seconds.get(name, 0.0), 2),
-                tuple(omission for omission in self.omissions if omission.section == name),
-            )
-            for name in SECTIONS
-        ]
+        return [self._section(name) for name in SECTIONS]
+
+    def _section(self, name: str) -> SectionResult:
+        tallies = [t for t in self.tallies if section_of(t.setup) == name]
+        return SectionResult(
+            name,
+            sum(t.cases for t in tallies),
+            sum(t.cases - t.failed for t in tallies),
+            sum(section_of(failure.setup) == name for failure in self.failures),
+            round(self.section_seconds.get(name, 0.0), 2),
+            tuple(omission for omission in self.omissions if omission.section == name),
+        )
 
     def not_exercised(self) -> dict[str, list[str]]:
         """Return the parts, features and backends that were not run, by reason."""

@@ -118,7 +118,7 @@ def test_missing_coverage_is_named_with_its_reason() -> None:
     missing = dict(coverage.missing())
     assert missing["drafter mtp"] == "no MTP module"
     assert missing["drafter ngram"] == "no engine of this run had it"
-    assert missing["op route"] == "no model of this run has experts"
+    assert missing["op route"] == "no engine of this run needed it"
     assert {"parameter top_k", "op sample", "op gated_delta_step"} <= set(missing)
     coverage.record_params(SamplingParams(top_k=random.randrange(1, 9)))
     assert coverage.parameters == {"top_k"}
@@ -128,6 +128,11 @@ def test_missing_coverage_is_named_with_its_reason() -> None:
     missing = dict(coverage.missing())
     assert missing["backend reference of rms_norm, sample"] == "another backend is preferred"
     assert "op sample" not in missing
+
+
+def test_feature_is_missing_only_where_an_engine_ran() -> None:
+    coverage = Coverage(has_engine=True)
+    assert dict(coverage.missing())["op route"] == "no model of this run has experts"
 
 
 def test_features_of_ops_are_known() -> None:
