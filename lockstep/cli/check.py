@@ -13,7 +13,7 @@ from rich.table import Table
 
 from lockstep.cli.interrupt import INTERRUPTED, sigterm_interrupts
 from lockstep.cli.options import changed_settings, engine_options
-from lockstep.cli.show import note, print_json
+from lockstep.cli.show import note, print_json, warnings_once
 from lockstep.errors import ConfigError
 from lockstep.progress import progress_bar
 from lockstep.settings import check_writable, why_unread
@@ -125,7 +125,7 @@ def check(
     failed = False
     interrupted = False
     try:
-        with sigterm_interrupts():
+        with sigterm_interrupts(), warnings_once():
             for kv_format, report in _reports(size, settings, run_options, json):
                 failed |= bool(report.failed) or not (report.cases or report.interrupted)
                 interrupted = report.interrupted
