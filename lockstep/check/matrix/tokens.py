@@ -4,7 +4,7 @@ import gc
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import cycle, islice
 
 from lockstep.check.checked_model import CheckedModel
@@ -64,9 +64,11 @@ class TokenMatrix:
 
     @cached_property
     def comparison(self) -> Comparison:
-        """Comparison with the plain outputs."""
-        expected = {case.name: self.checked.plain.answers([case])[0] for case in self.cases}
-        return Comparison(expected, self.report, Answer.first_difference)
+        """Comparison with the plain outputs, each of which is run when it is needed."""
+        return Comparison(cache(self._plain_output), self.report, Answer.first_difference)
+
+    def _plain_output(self, case: Case) -> Answer:
+        return self.checked.plain.answers([case])[0]
 
     def run(
         self, section: str, engines: list[tuple[int, Setup]], deadline: Deadline = NO_DEADLINE
@@ -78,7 +80,7 @@ class TokenMatrix:
         report = self.report
         size = SIZES[report.size]
         checked = self.checked
-        checked.progress(f"{section}: plain outputs", 0, len(engines))
+        checked.progress(f"{section}: requests", 0, len(engines))
         comparison = self.comparison
         num_failures = len(report.failures)
         compared = comparison.compared
