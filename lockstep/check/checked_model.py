@@ -96,9 +96,8 @@ class CheckedModel:
             companion=self.companions.plain,
         )
 
-    @cached_property
     def examiner(self) -> Examiner:
-        """Examiner of scenarios."""
+        """Return an examiner of scenarios, which holds an engine as long as it exists."""
         return Examiner(self.runs, self.build)
 
     def build(self, kind: Kind) -> CheckEngine:

@@ -1,5 +1,6 @@
 """Entry points of the check: run the sections of a model's check, or one scenario."""
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -92,7 +93,7 @@ def run_replay(scenario: Scenario, model: str | None = None, **settings: Any) ->
     """Run the scenario of a file alone. Raises Interrupted."""
     report = Report("replay", planned={SCENARIOS: 1})
     with running(report):
-        replay(scenario, CheckedModel(model, settings, report, no_progress).examiner, report)
+        replay(scenario, CheckedModel(model, settings, report, no_progress).examiner(), report)
     return report
 
 
@@ -164,7 +165,7 @@ def _scenarios(checked: CheckedModel, effort: Effort, deadline: Deadline) -> Non
     num_scenarios = effort.num_scenarios(generator)
     if num_scenarios is not None:
         report.planned[SCENARIOS] = num_scenarios
-    run_scenarios(generator, checked.examiner, effort, report, checked.progress)
+    run_scenarios(generator, checked.examiner(), effort, report, checked.progress)
 
 
 def _selected(parts: list[Part], sections: Sequence[str], report: Report) -> list[Part]:
@@ -207,6 +208,8 @@ def _run_part(part: Part, checked: CheckedModel, deadline: Deadline) -> None:
     """Run one part, unless the time is up or its engines do not fit into memory."""
     report = checked.report
     started = time.monotonic()
+    # An engine's objects refer to each other: only a collection frees that of the last part.
+    gc.collect()
     try:
         reason = TIME_UP if deadline.passed else None
         if reason is None and part.compares:
