@@ -1,6 +1,6 @@
-"""Draw docs/images/playground-*.png and probe.png: the playground and a probe's report.
+"""Draw docs/images/playground-*.png, probe.png and check.png: the playground, and two reports.
 
-Both show a server with the bundled model: compared with itself, and probed.
+All show the bundled model: compared with itself, probed, and checked.
 
 Needs chromium and playwright, and a checkout: python docs/screenshots.py [FOLDER of the images]
 """
@@ -57,6 +57,12 @@ def write_report(url: str, path: Path) -> None:
     assert done.returncode in (0, 1), "the server could not be probed"
 
 
+def write_check(path: Path) -> None:
+    """Check the bundled model and write the HTML report."""
+    words = ("check", "--quick", "--report", str(path))
+    subprocess.run([sys.executable, "-m", "lockstep", *words], check=True)
+
+
 def draw_report(browser: Browser, report: Path, path: Path) -> None:
     """Draw the first screen of a report."""
     page = browser.new_page(viewport=SIZE)
@@ -74,6 +80,9 @@ def main() -> None:
         write_report(url, report)
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         draw_report(browser, report, folder / "probe.png")
+        checked = Path(reports) / "check.html"
+        write_check(checked)
+        draw_report(browser, checked, folder / "check.png")
         for scheme in ("light", "dark"):
             draw(browser, url, scheme, folder / f"playground-{scheme}.png")
 

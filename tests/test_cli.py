@@ -297,7 +297,8 @@ def test_check_status_table_and_json(model: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(cases, "LONG_PROMPT", 300)
     engines = [Setup("ngram", 2, "cold", "none")]
     monkeypatch.setattr(tokens, "setups", lambda size, drafters, graphs: engines)
-    request = ("check", "--quick", "--load-format", "dummy", "--skip-tokenizer-init", model)
+    request = ("check", "--quick", "--sections", "tokens,cache", "--skip-tokenizer-init")
+    request += ("--load-format", "dummy", model)
     shown = run(*request)
     assert shown.exit_code == 0 and "11/11" in shown.stdout and "bit for bit" in shown.stdout
     result = json.loads(run(*request, "--quantization", "int8", "--json").stdout)
@@ -426,5 +427,5 @@ def test_output_files_are_checked_first() -> None:
 def test_check_refuses_settings_that_it_varies(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(Exception, match="--max-num-seqs is not allowed here"):
-        run("check", "--quick", *dummy(model))
+    with pytest.raises(Exception, match="--max-num-batched-tokens is not allowed here"):
+        run("check", "--quick", "--max-num-batched-tokens", "64", *dummy(model))

@@ -1,14 +1,15 @@
 """Conformance check: prove that optimizations never change an output."""
 
-from lockstep.check.matrix.logits import run_logits
 from lockstep.check.matrix.setups import SIZES
 from lockstep.check.report.report import Interrupted, Report
 from lockstep.check.run import run_check, run_replay
 from lockstep.check.scenarios.examiner import Effort
 from lockstep.check.scenarios.scenario import read_scenario
+from lockstep.check.sections import SECTIONS
 from lockstep.check.shard import Shard
 
 __all__ = [
+    "SECTIONS",
     "SIZES",
     "Effort",
     "Interrupted",
@@ -16,6 +17,5 @@ __all__ = [
     "Shard",
     "read_scenario",
     "run_check",
-    "run_logits",
     "run_replay",
 ]

@@ -147,8 +147,8 @@ def settings_with(engine_settings: dict[str, Any], shared: dict[str, Any]) -> di
 
 def drafters_of(
     checkpoint: Checkpoint, requested: dict[str, Any] | None
-) -> tuple[tuple[str, ...], list[str]]:
-    """Return the drafters that the checkpoint supports, and the reasons against the others.
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the drafters that the checkpoint supports, and the reason against each other one.
 
     requested: the user's speculative_config; its method is always among the drafters.
     """
@@ -156,4 +156,4 @@ def drafters_of(
     if requested is not None:
         reasons[requested["method"]] = None
     allowed = tuple(name for name, why in reasons.items() if why is None)
-    return allowed, [f"{name}: {why}" for name, why in reasons.items() if why is not None]
+    return allowed, {name: why for name, why in reasons.items() if why is not None}

@@ -263,11 +263,11 @@ def build_plain(
 class Comparison:
     """Comparison of batches with plain outputs.
 
-    expected: plain outputs by case name. difference: function that returns the first difference of
-    two outputs. compared: number of compared outputs.
+    expected: function that returns the plain output of a case. difference: function that returns
+    the first difference of two outputs. compared: number of compared outputs.
     """
 
-    expected: dict[str, Answer]
+    expected: Callable[[Case], Answer]
     report: Report
     difference: Callable[[Answer, Answer], Mismatch | None]
     compared: int = 0
@@ -279,7 +279,7 @@ class Comparison:
         answers = engine.answers(self._with_predictions(setup, batch.cases), digests)
         self.report.count(count_events(answers))
         for case, answer in zip(batch.cases, answers, strict=True):
-            mismatch = self.difference(answer, self.expected[case.name])
+            mismatch = self.difference(answer, self.expected(case))
             if mismatch is not None:
                 position, what = mismatch
                 self.report.fail(setup, batch.name, what, case.name, case.sampling, position)
@@ -290,7 +290,7 @@ class Comparison:
         """Return cases with predicted texts, where the engine's drafter reads them."""
         if setup.drafter != prediction.METHOD:
             return cases
-        texts = [prediction_of(self.expected[case.name].tokens) for case in cases]
+        texts = [prediction_of(self.expected(case).tokens) for case in cases]
         return [
             replace(case, params=replace(case.params, prediction=text))
             for case, text in zip(cases, texts, strict=True)

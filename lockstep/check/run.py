@@ -1,28 +1,56 @@
-"""Entry points of the check: build the plain engine, and run all sections against it."""
+"""Entry points of the check: run the sections of a model's check, or one scenario."""
 
 import gc
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from lockstep.check.companions import Companions, numerics_of
-from lockstep.check.drafters import drafters_of, requested_drafter, settings_with
-from lockstep.check.engines import CheckEngine, build, build_plain
+from lockstep.check.checked_model import CheckedModel
+from lockstep.check.companions import numerics_of
+from lockstep.check.deadline import TIME_UP, Deadline
+from lockstep.check.judges import transformers_logits
 from lockstep.check.judges.distributions import run_sampling
-from lockstep.check.judges.plain_runs import SERVED, PlainRuns
-from lockstep.check.judges.transformers_logits import run_oracle
-from lockstep.check.matrix.setups import SIZES
-from lockstep.check.matrix.tokens import run_matrix, shard_engines
-from lockstep.check.random_adapters import RandomAdapters
+from lockstep.check.judges.kernels import run_kernels
+from lockstep.check.matrix.logits import run_logits
+from lockstep.check.matrix.setups import LOGITS, SAMPLING, SIZES, num_outputs, requested_setup
+from lockstep.check.matrix.tokens import TokenMatrix, shard_engines
 from lockstep.check.report.coverage import Coverage
 from lockstep.check.report.progress import Progress, no_progress
-from lockstep.check.report.report import Report, running
-from lockstep.check.scenarios.examiner import Effort, Examiner, replay, run_scenarios
+from lockstep.check.report.report import MATRIX_CASES, SCENARIOS, Report, running
+from lockstep.check.scenarios.examiner import Effort, replay, run_scenarios
 from lockstep.check.scenarios.generator import ScenarioGenerator
-from lockstep.check.scenarios.scenario import Kind, Scenario
-from lockstep.errors import ConfigError, choice_error
-from lockstep.worker.build import find_model
-from lockstep.worker.executor import executor_of, worker_of
+from lockstep.check.scenarios.scenario import Scenario
+from lockstep.check.sections import CACHE, CAPTURE, KERNELS, SECTIONS, TOKENS, section_of
+from lockstep.errors import CapacityError, ConfigError, choice_error
+
+NOT_SELECTED = "not selected by --sections"
+STOPPED = "the check was stopped"
+"""Reason against parts after an interruption, an error, or with fail_fast a difference."""
+OTHER_SHARD = "the first shard has it"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part of a section.
+
+    name: as reports list it where it is not run. weight: share of a time limit, relative to the
+    other parts. compares: it needs a second engine next to the plain one. divided: each shard runs
+    a part of it; the first shard runs the whole of others. fills: it takes any time that is left.
+    cases: outputs of the matrix. refused: why it cannot run here.
+    """
+
+    section: str
+    name: str
+    weight: int
+    run: Callable[[Deadline], object]
+    compares: bool = True
+    divided: bool = True
+    fills: bool = False
+    cases: int = 0
+    refused: str = ""
 
 
 def run_check(
@@ -31,28 +59,34 @@ def run_check(
     progress: Progress = no_progress,
     seed: int = 0,
     effort: Effort | None = None,
-    oracle: bool = False,
+    sections: Sequence[str] = tuple(SECTIONS),
+    seconds: float | None = None,
     **settings: Any,
 ) -> Report:
-    """Run a check of a size (quick, default, full): distributions, random scenarios, the matrix.
+    """Run sections of a check of a size (quick, default, full).
 
-    settings: LLM arguments for all engines. A speculative_config among them names one more drafter
-    to check. effort: number of scenarios, treatment of differences, and the shard; the first shard
-    includes the distribution tests and the oracle. oracle: compare the plain run's logits with
-    those of transformers. Raises ConfigError for an unknown size or a missing oracle, and
-    Interrupted. Differences are reported, not raised.
+    settings: the user's LLM arguments, for all engines. Scenarios and matrix vary K and
+    max_num_seqs; one more engine has the user's. A speculative_config names one more drafter to
+    check, "auto" none. effort: number of scenarios, treatment of differences, and the shard.
+    seconds: time limit, of which each part gets a share.
+
+    Raises ConfigError for an unknown size, what LLM raises, and Interrupted. Differences are
+    reported, not raised.
     """
     if size not in SIZES:
         raise choice_error(ConfigError, "size", size, ", ".join(SIZES), "Choose one of them.")
     effort = effort or Effort(SIZES[size].scenarios, covers=SIZES[size].covers)
     report = Report(size, seed=seed, coverage=Coverage(), shard=effort.shard)
+    deadline = Deadline.after(seconds)
     with running(report):
-        sections = _sections(report, model, settings, progress, effort, oracle)
+        checked = CheckedModel(model, settings, report, progress)
+        parts = _selected(_parts(checked, effort), sections, report)
+        report.planned[MATRIX_CASES] = sum(part.cases for part in parts)
+        if seconds is not None:
+            # Scenarios never run out, so they take what the other parts leave of the time.
+            parts.sort(key=lambda part: part.fills)
         with _frozen():
-            for section in sections:
-                section()
-                if report.failures and effort.fail_fast:
-                    break
+            _run_parts(parts, checked, effort, deadline)
         progress("done", 1, 1)
     return report
 
@@ -71,104 +105,138 @@ def _frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _sections(
-    report: Report,
-    model: str | None,
-    settings: dict[str, Any],
-    progress: Progress,
-    effort: Effort,
-    oracle: bool,
-) -> list[Callable[[], object]]:
-    """Return the sections of a check in the order of their runs; all share one plain engine."""
-    plain = build_plain(model, settings)
-    report.numerics = plain.engine.numerics
-    drafters, report.skipped = drafters_of(
-        executor_of(plain.engine).checkpoint, requested_drafter(settings)
-    )
-    size = SIZES[report.size]
-    engines = shard_engines(report.size, drafters, plain.graph_modes, effort.shard)
-    report.num_matrix_cases = len(engines) * size.answers
-    adapters = RandomAdapters(worker_of(plain.engine).model)
-    companions = Companions(find_model(None), settings)
-    runs = _plain_runs(plain, adapters, model, settings, companions)
-    is_bundled = model is None
-    generator = ScenarioGenerator(
-        runs,
-        report.seed,
-        drafters,
-        plain.graph_modes,
-        strength=size.strength,
-        companions=is_bundled,
-        numerics=numerics_of(settings),
-        # Engines of the companions are built in less time than a scenario takes.
-        per_engine=1 if is_bundled and plain.graph_modes == ("none",) else 2,
-        num_requests=size.requests,
-        num_ranks=settings.get("tensor_parallel_size") or 1,
-    )
-    report.num_scenarios = effort.num_scenarios(generator)
-    examiner = _examiner(runs, adapters, model, settings, report, companions)
-    sections: list[Callable[[], object]] = [
-        lambda: run_scenarios(generator, examiner, effort, report, progress),
-        lambda: run_matrix(plain, engines, report, model, settings, progress, effort),
-    ]
-    # The tests of distributions are statistics over all seeds, so no shard can take a part of them.
-    if effort.shard.index == 1:
-        sections.insert(
-            0,
-            lambda: run_sampling(runs, examiner.build, size.num_samples, report, effort.fail_fast),
-        )
-        if oracle:
-            sections.insert(0, lambda: run_oracle(plain, report))
-    return sections
-
-
 def run_replay(scenario: Scenario, model: str | None = None, **settings: Any) -> Report:
     """Run the scenario of a file alone. Raises Interrupted."""
-    report = Report("replay", num_scenarios=1)
+    report = Report("replay", planned={SCENARIOS: 1})
     with running(report):
-        plain = build_plain(model, settings)
-        report.numerics = plain.engine.numerics
-        adapters = RandomAdapters(worker_of(plain.engine).model)
-        companions = Companions(find_model(None), settings)
-        runs = _plain_runs(plain, adapters, model, settings, companions)
-        examiner = _examiner(runs, adapters, model, settings, report, companions)
-        replay(scenario, examiner, report)
+        replay(scenario, CheckedModel(model, settings, report, no_progress).examiner(), report)
     return report
 
 
-def _plain_runs(
-    plain: CheckEngine,
-    adapters: RandomAdapters,
-    model: str | None,
-    settings: dict[str, Any],
-    companions: Companions,
-) -> PlainRuns:
-    """Return the plain runs of an engine, and of one with adapters that is built when needed."""
-    return PlainRuns(
-        plain,
-        lambda: build_plain(model, {**settings, **adapters.settings()}),
-        companion=companions.plain,
+def _parts(checked: CheckedModel, effort: Effort) -> list[Part]:
+    """Return all parts of a check, in the order of their runs."""
+    report, progress = checked.report, checked.progress
+
+    def kernels(deadline: Deadline) -> None:
+        run_kernels(checked.config, checked.device, report, progress, deadline)
+
+    def logits(deadline: Deadline) -> None:
+        named = (checked.checkpoint, report, checked.name, checked.settings)
+        run_logits(*named, progress, deadline)
+
+    def oracle(deadline: Deadline) -> None:
+        transformers_logits.run_oracle(checked.plain, report, progress, deadline)
+
+    def sampling(deadline: Deadline) -> None:
+        num_samples = SIZES[report.size].num_samples
+        options = (num_samples, report, effort.fail_fast, progress)
+        run_sampling(checked.runs, checked.build, *options, deadline)
+
+    return [
+        Part(KERNELS, "kernels", 3, kernels, compares=False, divided=False),
+        Part(LOGITS, "logits of other batches", 3, logits, compares=False),
+        Part(LOGITS, transformers_logits.PART, 1, oracle, compares=False, divided=False),
+        Part(SAMPLING, "tests of distributions", 1, sampling, divided=False),
+        Part(TOKENS, "random scenarios", 4, partial(_scenarios, checked, effort), fills=True),
+        *_matrix_parts(checked, effort),
+    ]
+
+
+def _matrix_parts(checked: CheckedModel, effort: Effort) -> Iterator[Part]:
+    """Yield the parts of the sections in the matrix."""
+    size = checked.report.size
+    requested = requested_setup(checked.drafting, checked.rows, checked.graphs)
+    engines = shard_engines(size, checked.drafters, checked.graphs, effort.shard, requested)
+    matrix = TokenMatrix(checked, effort.fail_fast)
+    for section in (TOKENS, CACHE, CAPTURE):
+        of_section = [engine for engine in engines if section_of(engine[1]) == section]
+        run = partial(matrix.run, section, of_section)
+        cases = sum(num_outputs(SIZES[size], setup) for _, setup in of_section)
+        if of_section:
+            yield Part(section, f"matrix of {section}", 2, run, cases=cases)
+        elif section == CAPTURE:
+            refused = "this shard has none" if checked.device == "cuda" else "no GPU"
+            yield Part(section, "captured CUDA graphs", 2, run, refused=refused)
+
+
+def _scenarios(checked: CheckedModel, effort: Effort, deadline: Deadline) -> None:
+    """Run random scenarios: their number, or until the deadline."""
+    report = checked.report
+    size = SIZES[report.size]
+    if deadline.seconds_left is not None:
+        effort = replace(effort, seconds=deadline.seconds_left)
+    checked.progress("scenarios: plan", 0, 0)
+    generator = ScenarioGenerator(
+        checked.runs,
+        report.seed,
+        checked.drafters,
+        checked.graphs,
+        strength=size.strength,
+        companions=checked.is_bundled,
+        numerics=numerics_of(checked.settings),
+        # Engines of the companions are built in less time than a scenario takes.
+        per_engine=1 if checked.is_bundled and checked.graphs == ("none",) else 2,
+        num_requests=size.requests,
+        num_ranks=checked.config.tensor_parallel_size,
     )
+    num_scenarios = effort.num_scenarios(generator)
+    if num_scenarios is not None:
+        report.planned[SCENARIOS] = num_scenarios
+    run_scenarios(generator, checked.examiner(), effort, report, checked.progress)
 
 
-def _examiner(
-    runs: PlainRuns,
-    adapters: RandomAdapters,
-    model: str | None,
-    settings: dict[str, Any],
-    report: Report,
-    companions: Companions,
-) -> Examiner:
-    def build_kind(kind: Kind) -> CheckEngine:
-        if kind.model != SERVED:
-            named = (kind.model, kind.numerics)
-            engine = companions.build(*named, kind.settings(), kind.hooks(), kind.adapters)
+def _selected(parts: list[Part], sections: Sequence[str], report: Report) -> list[Part]:
+    """Return the parts of these sections that this shard runs on this device.
+
+    The report gets the others with the reason.
+    """
+    selected = []
+    for part in parts:
+        if part.section not in sections:
+            report.omit(part.section, part.name, NOT_SELECTED)
+        elif part.refused:
+            report.omit(part.section, part.name, part.refused)
+        elif not part.divided and report.shard.index > 1:
+            report.omit(part.section, part.name, OTHER_SHARD)
         else:
-            settings_of_kind = settings_with(kind.settings(), settings)
-            settings_of_kind |= adapters.settings() if kind.adapters else {}
-            engine = build(model, settings_of_kind, kind.hooks())
-        if report.coverage is not None:
-            report.coverage.record_engine(engine.engine, kind.drafter)
-        return engine
+            selected.append(part)
+    return selected
 
-    return Examiner(runs, build_kind)
+
+def _run_parts(
+    parts: list[Part], checked: CheckedModel, effort: Effort, deadline: Deadline
+) -> None:
+    """Run the parts, and record those that are left out."""
+    report = checked.report
+    done = 0
+    try:
+        for part in parts:
+            if report.failures and effort.fail_fast:
+                break
+            weights = sum(later.weight for later in parts[done:])
+            _run_part(part, checked, deadline.share(part.weight, weights))
+            done += 1
+    finally:
+        for part in parts[done:]:
+            report.omit(part.section, part.name, STOPPED)
+
+
+def _run_part(part: Part, checked: CheckedModel, deadline: Deadline) -> None:
+    """Run one part, unless the time is up or its engines do not fit into memory."""
+    report = checked.report
+    started = time.monotonic()
+    # An engine's objects refer to each other: only a collection frees that of the last part.
+    gc.collect()
+    try:
+        reason = TIME_UP if deadline.passed else None
+        if reason is None and part.compares:
+            reason = checked.why_no_second_engine()
+        if reason is None:
+            part.run(deadline)
+        else:
+            report.omit(part.section, part.name, reason)
+    except CapacityError as error:
+        report.omit(part.section, part.name, str(error))
+    finally:
+        before = report.section_seconds.get(part.section, 0.0)
+        report.section_seconds[part.section] = before + time.monotonic() - started

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lockstep.cli.interrupt import INTERRUPTED, sigterm_interrupts
 from lockstep.cli.options import changed_settings, engine_options
-from lockstep.cli.show import note, print_json
+from lockstep.cli.show import note, print_json, warnings_once
 from lockstep.errors import ConfigError
 from lockstep.progress import progress_bar
 from lockstep.settings import check_writable, why_unread
-from lockstep.spec.config import AUTO
 
 if TYPE_CHECKING:
     from lockstep.check.report.report import Report, Tally
@@ -32,6 +32,7 @@ USER_SETTINGS = (
     "kv_cache_dtype",
     "kv_cache_dtype_skip_layers",
     "tensor_parallel_size",
+    "max_num_seqs",
     "mamba_ssm_cache_dtype",
     "skip_tokenizer_init",
     "speculative_config",
@@ -40,12 +41,17 @@ USER_SETTINGS = (
 """Settings that the user may choose; a check varies the others itself.
 
 The drafter of a speculative_config is checked in addition to the drafters that need no settings.
+One engine of the matrix has its K and max_num_seqs.
 """
 LEGEND = (
     "Cells: outputs equal to the plain run / outputs compared. Columns: prompt cache state; "
-    "sampling: statistical tests of the sampler; scenario: random request schedules. oracle: "
-    "drafter that proposes the plain run's tokens, some of them wrong."
+    "scenario: random request schedules. oracle: drafter that proposes the plain run's tokens, "
+    "some of them wrong."
 )
+LOGITS_LEGEND = "Cells: outputs whose logits have the bits of the plain run / outputs compared."
+MAX_PARTS = 6
+"""Parts that the terminal lists for a reason. The HTML report and --json have all."""
+STATE_COLORS = {"passed": "green", "passed in part": "yellow", "failed": "red", "not run": "dim"}
 ALL = "all"
 """Value of kv_cache_dtype that checks every format of the KV cache."""
 DEFAULT_FORMAT = "auto"
@@ -54,27 +60,24 @@ DEFAULT_FORMAT = "auto"
 
 @engine_options
 def check(
-    model: Annotated[str | None, typer.Argument(help="model folder or hub id")] = None,
+    model: Annotated[str | None, typer.Argument(help="model folder, GGUF file or hub id")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="check a sample of the matrix")] = False,
     full: Annotated[
         bool, typer.Option("--full", help="check every combination of the matrix")
     ] = False,
-    logits: Annotated[
-        bool, typer.Option("--logits", help="compare raw logits; works with random weights")
-    ] = False,
+    sections: Annotated[
+        str, typer.Option("--sections", help="only these sections, such as tokens,cache")
+    ] = "",
     seed: Annotated[int, typer.Option("--seed", help="seed of the random scenarios")] = 0,
     seconds: Annotated[
         float | None,
-        typer.Option("--seconds", min=0, help="run scenarios for this many seconds"),
+        typer.Option("--seconds", min=0, help="end the whole check after about this time"),
     ] = None,
     shard: Annotated[
         str | None, typer.Option("--shard", help="run only part I of N equal parts, such as 2/4")
     ] = None,
     fail_fast: Annotated[
         bool, typer.Option("--fail-fast", help="stop at the first difference")
-    ] = False,
-    oracle: Annotated[
-        bool, typer.Option("--oracle", help="also compare logits with Hugging Face transformers")
     ] = False,
     replay: Annotated[
         Path | None, typer.Option("--replay", help="run only the scenario of this file")
@@ -89,18 +92,24 @@ def check(
     """Prove that speculation, batching, caching, preemption and CUDA graphs change no bit.
 
     The plain run serves each prompt alone: no drafts, no prefix cache, no chunked prefill, no CUDA
-    graphs. Random scenarios of requests and a fixed matrix of engine settings must give its output:
-    the same tokens and logprobs. With --logits, every bit of the logits of 20 prompts is compared
-    at each batch size, number of drafts, chunk size and graph mode.
+    graphs. Any model is checked at your formats, drafter, K, max_num_seqs and tensor parallel size.
 
-    The first scenario that differs is minimized and written to a file for --replay. The exit
-    status is 1 if any output differs. Ctrl-C and SIGTERM stop the check early: it reports what it
-    compared, with exit status 130 if all of that is equal. --kv-cache-dtype all checks every format
-    of the KV cache and lists those that the model does not support.
+    The sections are kernels (each in a child process, as lockstep doctor examines it), logits
+    (their bits in other batches and chunks, and their numbers against transformers), sampling
+    (tokens against their exact distributions), tokens (random scenarios of requests, and every
+    drafter), cache (prefix hits and preemption) and capture (CUDA graphs).
+
+    What was not exercised is listed by reason. With --seconds each section gets a share of the
+    time, and what one leaves goes to the others. The first scenario that differs is minimized and
+    written to a file for --replay. The exit status is 1 if anything differs, or if nothing was
+    compared. Ctrl-C and SIGTERM stop the check early: it reports what it compared, with exit status
+    130 if all of that is equal. --kv-cache-dtype all checks every format of the KV cache and lists
+    those that the model does not support.
 
     See also lockstep check quality --help: how much a KV cache format changes the output.
     """
-    size = _size(quick, full, logits, replay, shard)
+    size = _size(quick, full)
+    names = _sections(sections, replay, quick or full or shard is not None or seconds is not None)
     _refuse_varied(settings)
     if page is not None:
         check_writable("report", page)
@@ -108,18 +117,19 @@ def check(
         "seed": seed,
         "seconds": seconds,
         "fail_fast": fail_fast,
-        "oracle": oracle,
+        "sections": names,
         "shard": shard,
+        "replay": replay,
     }
     all_formats = settings["kv_cache_dtype"] == ALL
     failed = False
     interrupted = False
     try:
-        with sigterm_interrupts():
-            for kv_format, report in _reports(size, settings, run_options, logits, replay, json):
-                failed |= bool(report.failed)
+        with sigterm_interrupts(), warnings_once():
+            for kv_format, report in _reports(size, settings, run_options, json):
+                failed |= bool(report.failed) or not (report.cases or report.interrupted)
                 interrupted = report.interrupted
-                _show(report, logits, json)
+                _show(report, json)
                 if page is not None:
                     _write(
                         page.with_stem(f"{page.stem}-{kv_format}") if all_formats else page, report
@@ -135,12 +145,7 @@ def check(
 
 
 def _reports(
-    size: str,
-    settings: dict[str, Any],
-    run_options: dict[str, Any],
-    logits: bool,
-    replay: Path | None,
-    quiet: bool,
+    size: str, settings: dict[str, Any], run_options: dict[str, Any], quiet: bool
 ) -> "Iterator[tuple[str, Report]]":
     """Yield each requested KV cache format with the report of its check.
 
@@ -150,7 +155,7 @@ def _reports(
     for kv_format in _kv_formats(requested):
         format_settings = settings | {"kv_cache_dtype": kv_format}
         try:
-            report = _run_to_report(size, format_settings, run_options, logits, replay, quiet)
+            report = _run_to_report(size, format_settings, run_options, quiet)
         except ConfigError as error:
             # Among all formats an unsupported one is skipped, but every model has the default.
             if requested != ALL or kv_format == DEFAULT_FORMAT:
@@ -181,88 +186,78 @@ def _write(path: Path, report: "Report") -> None:
         ) from None
 
 
-def _size(quick: bool, full: bool, logits: bool, replay: Path | None, shard: str | None) -> str:
+def _size(quick: bool, full: bool) -> str:
     """Return the name of the size. Raises ConfigError if options exclude each other."""
     if quick and full:
         raise ConfigError("--quick and --full exclude each other; choose one of them.")
-    if replay and (quick or full or logits or shard is not None):
-        raise ConfigError(
-            "--replay runs one scenario; leave --quick, --full, --logits and --shard out."
-        )
     if quick:
         return "quick"
     return "full" if full else "default"
 
 
+def _sections(value: str, replay: Path | None, divided: bool) -> tuple[str, ...]:
+    """Return the names of --sections. Raises ConfigError for unknown ones, and with --replay.
+
+    divided: whether an option chooses the size of the check or a part of it.
+    """
+    from lockstep.check.sections import section_names
+
+    if replay and (value or divided):
+        raise ConfigError(
+            "--replay runs one scenario; leave --quick, --full, --sections, --seconds and --shard "
+            "out."
+        )
+    return section_names(value)
+
+
 def _run_to_report(
-    size: str,
-    settings: dict[str, Any],
-    run_options: dict[str, Any],
-    logits: bool,
-    replay: Path | None,
-    quiet: bool,
+    size: str, settings: dict[str, Any], run_options: dict[str, Any], quiet: bool
 ) -> "Report":
     """Run one check and return its report, even if the check is interrupted."""
     from lockstep.check import Interrupted
 
     try:
         if quiet:
-            return _run(size, settings, run_options, logits, replay, None)
+            return _run(size, settings, run_options, None)
         with progress_bar() as show:
-            return _run(size, settings, run_options, logits, replay, show)
+            return _run(size, settings, run_options, show)
     except Interrupted as interruption:
         return interruption.report
 
 
-def _show(report: "Report", logits: bool, json: bool) -> None:
+def _show(report: "Report", json: bool) -> None:
     """Print the report to stdout."""
     if json:
         print_json(report.to_json())
     else:
-        _print(report, _table(report, logits))
+        _print(report)
 
 
 def _run(
     size: str,
     settings: dict[str, Any],
     run_options: dict[str, Any],
-    logits: bool,
-    replay: Path | None,
     on_progress: "Progress | None",
 ) -> "Report":
-    """Replay a scenario, compare logits, or run scenarios and the matrix. Raises Interrupted."""
-    from lockstep.check import (
-        SIZES,
-        Effort,
-        Shard,
-        read_scenario,
-        run_check,
-        run_logits,
-        run_replay,
-    )
+    """Replay a scenario, or run the sections of a check. Raises Interrupted."""
+    from lockstep.check import SIZES, Effort, Shard, read_scenario, run_check, run_replay
 
     model = settings["model"]
     engine_settings: dict[str, Any] = {name: settings[name] for name in USER_SETTINGS}
-    if engine_settings["speculative_config"] == AUTO:
-        # A check includes every drafter that the checkpoint supports, so auto adds none.
-        engine_settings["speculative_config"] = None
+    if run_options["replay"]:
+        return run_replay(read_scenario(run_options["replay"]), model, **engine_settings)
     progress: dict[str, Any] = {} if on_progress is None else {"progress": on_progress}
     shard = Shard() if run_options["shard"] is None else Shard.read(run_options["shard"])
-    if replay:
-        return run_replay(read_scenario(replay), model, **engine_settings)
-    if logits:
-        return run_logits(size, model, shard=shard, **progress, **engine_settings)
     effort = Effort(
         SIZES[size].scenarios,
         covers=SIZES[size].covers,
-        seconds=run_options["seconds"],
         # The shrunk scenario is written to the working directory.
         folder=Path(),
         fail_fast=run_options["fail_fast"],
         shard=shard,
     )
-    comparison = {"seed": run_options["seed"], "oracle": run_options["oracle"]}
-    return run_check(size, model, effort=effort, **comparison, **progress, **engine_settings)
+    options = {name: run_options[name] for name in ("seed", "sections", "seconds")}
+    return run_check(size, model, effort=effort, **options, **progress, **engine_settings)
 
 
 def _refuse_varied(settings: dict[str, Any]) -> None:
@@ -275,27 +270,48 @@ def _refuse_varied(settings: dict[str, Any]) -> None:
         )
 
 
-def _table(report: "Report", logits: bool) -> Table:
-    """Return the cases of a report: a row per drafter and graph mode, a column per phase.
+def _sections_table(report: "Report") -> Table:
+    """Return the results of the sections."""
+    table = Table("section", "result", box=SIMPLE_HEAD, padding=(0, 1))
+    for column in ("cases", "s"):
+        table.add_column(column, justify="right")
+    table.add_column("not run")
+    for section in report.sections:
+        state = f"[{STATE_COLORS[section.state]}]{section.state}[/]"
+        cases = f"{section.passed:,}/{section.cases:,}" if section.cases else ""
+        table.add_row(section.name, state, cases, f"{section.seconds:.0f}", escape(section.reasons))
+    return table
 
-    If logits are compared, the columns are batches, with all chunk sizes in one column.
-    """
 
-    def column_of(tally: "Tally") -> str:
-        if not logits:
-            return tally.setup.phase
-        return "chunks" if tally.batch.startswith("chunks") else tally.batch
+def _outputs_tables(report: "Report") -> Iterator[Table]:
+    """Yield the table of complete outputs, and that of outputs whose logits were compared."""
+    from lockstep.check.matrix.setups import LOGITS, PHASES, SCENARIO
 
-    columns = list(dict.fromkeys(map(column_of, report.tallies)))
+    outputs = [t for t in report.tallies if t.setup.phase in (*PHASES, SCENARIO)]
+    if outputs:
+        yield _table(outputs, lambda tally: tally.setup.phase, LEGEND)
+    logits = [t for t in report.tallies if t.setup.phase == LOGITS]
+    if logits:
+        # All chunk sizes share a column.
+        yield _table(
+            logits,
+            lambda tally: "chunks" if tally.batch.startswith("chunks") else tally.batch,
+            LOGITS_LEGEND,
+        )
+
+
+def _table(tallies: "Sequence[Tally]", column_of: "Callable[[Tally], str]", legend: str) -> Table:
+    """Return the cases of engines: a row per drafter and graph mode."""
+    columns = list(dict.fromkeys(map(column_of, tallies)))
     # Without padding, all columns fit a terminal of 80 characters.
     table = Table("drafter", "graph", box=SIMPLE_HEAD, padding=0)
-    table.caption = None if logits else LEGEND
+    table.caption = legend
     for column in columns:
         table.add_column(column, justify="right")
-    for row in _rows(report.tallies):
-        tallies = [t for t in report.tallies if (t.setup.drafting, t.setup.graph) == row]
+    for row in _rows(tallies):
+        of_row = [t for t in tallies if (t.setup.drafting, t.setup.graph) == row]
         table.add_row(
-            *row, *(_cell([t for t in tallies if column_of(t) == column]) for column in columns)
+            *row, *(_cell([t for t in of_row if column_of(t) == column]) for column in columns)
         )
     return table
 
@@ -314,26 +330,31 @@ def _cell(tallies: "list[Tally]") -> str:
     return f"[red]{text}[/red]" if failed else text
 
 
-def _print(report: "Report", table: Table) -> None:
+def _print(report: "Report") -> None:
     console = Console(highlight=False)
-    if report.tallies:
+    for table in _outputs_tables(report):
         console.print(table)
+    if report.section_seconds:
+        console.print(_sections_table(report))
     if report.exercised:
         counters = ", ".join(f"{count:,} {name}" for name, count in report.exercised.items())
         console.print(f"exercised: {counters}", soft_wrap=True)
     if report.tuples is not None:
         console.print(f"features: {report.tuples.summary()}", soft_wrap=True)
+    reasons = report.not_exercised()
+    if reasons:
+        console.print("not exercised, by reason:")
+    for reason, parts in reasons.items():
+        listed = ", ".join(parts[:MAX_PARTS])
+        more = f", and {len(parts) - MAX_PARTS} more" if len(parts) > MAX_PARTS else ""
+        console.print(f"  {reason}: {listed}{more}", style="dim", markup=False, soft_wrap=True)
     shard = f"shard {report.shard}; " if report.shard.count > 1 else ""
     about = f"{shard}seed {report.seed}; {report.seconds:.0f} s"
     console.print("; ".join(part for part in (about, report.numerics) if part), soft_wrap=True)
-    for reason in report.skipped:
-        console.print(f"skipped drafter {reason}", soft_wrap=True)
-    for reason in report.refused:
-        console.print(f"skipped {reason}", soft_wrap=True)
     console.print(report.verdict, style=_verdict_color(report), markup=False, soft_wrap=True)
 
 
 def _verdict_color(report: "Report") -> str:
     if report.failed:
         return "red"
-    return "yellow" if report.interrupted else "green"
+    return "yellow" if report.interrupted or not report.cases else "green"

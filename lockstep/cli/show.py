@@ -1,7 +1,10 @@
 """Output of commands: results go to stdout, progress and notes to stderr."""
 
 import json
+import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -26,6 +29,37 @@ def note(text: str, style: str = "dim") -> None:
 
 BUNDLED = "the bundled model"
 """Name of the model if the user names none."""
+
+
+class _Once(logging.Filter):
+    """Filter that lets each message pass once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._messages: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        is_new = message not in self._messages
+        self._messages.add(message)
+        return is_new
+
+
+@contextmanager
+def warnings_once() -> Iterator[None]:
+    """Show each warning once, for commands that build many engines of one model.
+
+    Warnings of a program without logging handlers go to logging.lastResort.
+    """
+    handler = logging.lastResort
+    once = _Once()
+    if handler is not None:
+        handler.addFilter(once)
+    try:
+        yield
+    finally:
+        if handler is not None:
+            handler.removeFilter(once)
 
 
 def load(settings: dict[str, Any], quiet: bool = False) -> "LLM":

@@ -3,6 +3,7 @@
 A fork server that has imported torch once forks a process per job.
 """
 
+import math
 import multiprocessing
 import signal
 import tempfile
@@ -79,22 +80,39 @@ class Children:
     """Processes that run jobs.
 
     arch: name of the device's architecture, for findings. parallel: processes at a time.
-    stage_seconds: time limit of a check.
+    stage_seconds: time limit of a check. deadline: time of the monotonic clock after which no job
+    begins.
     """
 
-    def __init__(self, arch: str, parallel: int = 1, stage_seconds: float = STAGE_SECONDS) -> None:
+    def __init__(
+        self,
+        arch: str,
+        parallel: int = 1,
+        stage_seconds: float = STAGE_SECONDS,
+        deadline: float = math.inf,
+    ) -> None:
         self.arch = arch
         self.parallel = parallel
         self.stage_seconds = stage_seconds
+        self.deadline = deadline
         self._context: Any = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([PRELOADED])
 
     def run(self, jobs: Sequence[Job], progress: Progress) -> Iterator[Result]:
-        """Run the jobs and yield their results in order. progress: (text, done, total)."""
+        """Run the jobs that begin in time, and yield their results in order.
+
+        progress: (text, done, total).
+        """
         with ThreadPoolExecutor(self.parallel) as pool:
-            for done, result in enumerate(pool.map(self.run_one, jobs), 1):
+            for done, result in enumerate(pool.map(self._run_in_time, jobs), 1):
+                if result is None:
+                    continue
                 progress(f"{result.job.op}, {result.job.backend}", done, len(jobs))
                 yield result
+
+    def _run_in_time(self, job: Job) -> Result | None:
+        """Run a job, or return None if the deadline has passed."""
+        return None if time.monotonic() >= self.deadline else self.run_one(job)
 
     def run_one(self, job: Job) -> Result:
         """Run a job in a process and return what it found, dead or alive."""

@@ -1,5 +1,6 @@
 """Examination of all kernels that a model needs, and their results for servers to read."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -52,7 +53,7 @@ class KernelReport:
     """Results of doctor for the kernels of a model on this machine.
 
     replacements: of sick backends. unserved: ops without a healthy backend. path: file that servers
-    read, None where it was not written.
+    read, None where it was not written. late: backends that the deadline left out.
     """
 
     machine: dict[str, str]
@@ -60,6 +61,7 @@ class KernelReport:
     replacements: list[Replacement]
     unserved: list[str]
     path: Path | None = None
+    late: list[Key] = field(default_factory=list)
 
     @property
     def findings(self) -> list[Finding]:
@@ -77,7 +79,8 @@ class Doctor:
 
     modes: kinds of launches, None for the device's. every: examine every backend that serves, not
     only those that a server would choose. imports: modules that add backends. stage_seconds: time
-    limit of a check. save: keep the results for servers.
+    limit of a check. save: keep the results for servers. deadline: time of the monotonic clock
+    after which no examination begins.
     """
 
     device: str
@@ -86,21 +89,30 @@ class Doctor:
     imports: tuple[str, ...] = ()
     stage_seconds: float = STAGE_SECONDS
     save: bool = True
+    deadline: float = math.inf
 
     def examine(self, needs: Sequence[KernelNeed], progress: Progress) -> KernelReport:
         """Examine the backends that serve these needs, best first, until a healthy one is found."""
-        children = Children(arch_name(self.device), self._parallel(), self.stage_seconds)
+        children = Children(
+            arch_name(self.device), self._parallel(), self.stage_seconds, self.deadline
+        )
         served = backends_of(needs)
         examined: dict[Key, Examined] = {}
-        while jobs := self._next_jobs(served, examined):
-            for entry in merge_modes(children.run(jobs, progress)):
-                examined[entry.op, entry.backend] = entry
+        late: list[Key] = []
+        while not late and (jobs := self._next_jobs(served, examined)):
+            results = list(children.run(jobs, progress))
+            ran = [result.job for result in results]
+            late = list(dict.fromkeys((job.op, job.backend) for job in jobs if job not in ran))
+            for entry in merge_modes(results):
+                # A backend that ran with one kind of launches only is not known to be healthy.
+                if entry.findings or (entry.op, entry.backend) not in late:
+                    examined[entry.op, entry.backend] = entry
         self._time_replaced(children, served, examined, progress)
         health = {key: entry.health for key, entry in examined.items()}
         replacements, unserved = replaced(needs, KernelSelection(health=health))
         path = write_health(self.device, health.values()) if self.save else None
         return KernelReport(
-            machine(self.device), list(examined.values()), replacements, unserved, path
+            machine(self.device), list(examined.values()), replacements, unserved, path, late
         )
 
     def _parallel(self) -> int:

@@ -86,14 +86,14 @@ def num_cores() -> int:
 
 def _host() -> Iterator[Line]:
     yield Line("cores", f"{num_cores()} on {platform.machine()}, {sys.platform}")
-    free = _free_memory()
+    free = free_memory()
     if free is not None:
         short = free < MIN_MEMORY_BYTES
         remedy = "End other programs: the engine and its tokenizer need memory." if short else ""
         yield Line("free memory", f"{free / GIB:.1f} GiB", "warning" if short else "ok", remedy)
 
 
-def _free_memory() -> int | None:
+def free_memory() -> int | None:
     """Return the bytes that programs can still take; None where the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -22,7 +22,7 @@ from lockstep.check.matrix import setups, tokens
 from lockstep.check.matrix.setups import Setup
 from lockstep.check.report.report import Report, Tally
 from lockstep.cli import app
-from lockstep.cli.check import _table
+from lockstep.cli.check import _outputs_tables, _sections_table
 from tests.tiny_model import TWO_LAYERS, make_model
 
 SETUP = Setup("none", 0, "cold", "none")
@@ -53,6 +53,10 @@ class TerminalReader(threading.Thread):
             return b""
 
 
+MATRIX = ["--sections", "tokens,cache"]
+"""Options for the sections of the matrix; a size without scenarios runs it alone."""
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Return the arguments that choose a tiny model with random weights."""
@@ -70,9 +74,9 @@ def test_signal_ends_a_check_with_its_report(
     """timeout sends SIGTERM twice. The second shard begins with scenarios."""
     page = tmp_path / "page.html"
     master, slave = pty.openpty()
-    command = [sys.executable, "-m", "lockstep", "check", *tiny, "--quick", "--shard", "2/2"]
+    command = [sys.executable, "-m", "lockstep", "check", *tiny, *MATRIX, "--quick"]
     with subprocess.Popen(
-        [*command, "--report", str(page)],
+        [*command, "--shard", "2/2", "--report", str(page)],
         stdout=subprocess.PIPE,
         stderr=slave,
         text=True,
@@ -88,10 +92,10 @@ def test_signal_ends_a_check_with_its_report(
     os.close(master)
     assert process.returncode == 130 and "Traceback" not in reader.text + out
     verdict = re.search(
-        r"Stopped early: (\d+) of 4 scenarios and 0 of 22 matrix cases were run", out
+        r"Stopped early: (\d+) of (\d+) scenarios and 0 of 22 matrix cases were run", out
     )
     assert verdict is not None, out
-    assert 1 <= int(verdict[1]) <= 4
+    assert 1 <= int(verdict[1]) <= int(verdict[2])
     assert verdict[0] in page.read_text() and "All outputs equal" not in page.read_text()
 
 
@@ -109,7 +113,7 @@ def test_json_says_that_a_check_was_interrupted(
     monkeypatch.setitem(setups.SIZES, "quick", setups.Size(max_tokens=4, alone=2, companions=1))
     monkeypatch.setattr(tokens, "setups", lambda size, drafters, graphs: [SETUP, SETUP])
     monkeypatch.setattr(tokens, "_run_engine", signalled)
-    arguments = ["check", *tiny, "--quick", "--kv-cache-dtype", "all", "--json"]
+    arguments = ["check", *tiny, *MATRIX, "--quick", "--kv-cache-dtype", "all", "--json"]
     result = CliRunner().invoke(app, arguments)
     report = json.loads(result.stdout)
     assert result.exit_code == 130 and report["interrupted"] is True
@@ -154,15 +158,62 @@ def test_signal_before_the_first_report(command: str, monkeypatch: pytest.Monkey
     assert result.exit_code == 130 and "equal" not in result.output
 
 
-def test_table_fits_80_columns() -> None:
+def test_tables_fit_80_columns() -> None:
     """The table has two drafters in two graph modes, and all columns."""
+    phases = (*setups.PHASES, setups.SCENARIO)
     report = Report("quick")
     for drafting, graph in itertools.product(("oracle", "ngram"), ("none", "full")):
-        for phase in (*setups.PHASES, *setups.TESTS, setups.SCENARIO):
+        for phase in (*phases, *setups.TESTS):
             report.add(Tally(Setup(drafting, 3, phase, graph), cases=120, failed=0, seconds=1.0))
+        for rows in (1, 2, 7, 16, 64):
+            setup = Setup(drafting, 3, setups.LOGITS, graph)
+            report.add(Tally(setup, 128, 0, 1.0, f"{rows} rows"))
+    report.omit("kernels", "kernels", "time was up")
     console = Console(width=80, file=io.StringIO())
-    console.print(_table(report, logits=False))
+    for table in (*_outputs_tables(report), _sections_table(report)):
+        console.print(table)
     shown = console.file.getvalue()
     headings = shown.splitlines()[1]
-    assert all(phase in headings for phase in (*setups.PHASES, *setups.TESTS, setups.SCENARIO))
-    assert shown.count("120/120") == len(report.tallies) and "…" not in shown
+    assert all(phase in headings for phase in phases) and "…" not in shown
+    assert shown.count("120/120") == 4 * len(phases) and shown.count("128/128") == 4 * 5
+    lines = [line.split() for line in shown.splitlines()]
+    assert ["kernels", "not", "run", "0", "time", "was", "up"] in lines
+    assert ["sampling", "passed", "480/480", "0"] in lines
+
+
+def test_sections_of_a_tiny_model(
+    tiny: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Only the selected sections run; the report says why the others did not."""
+    monkeypatch.setitem(setups.SIZES, "quick", setups.Size(max_tokens=4, alone=2, companions=1))
+    page = tmp_path / "page.html"
+    options = ["--quick", "--sections", "cache,capture", "--device", "cpu", "--report", str(page)]
+    result = CliRunner().invoke(app, ["check", *tiny, *options, "--json"])
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0
+    states = {section["name"]: section["state"] for section in report["sections"]}
+    assert states.pop("cache") == "passed" and set(states.values()) == {"not run"}
+    reasons = {group["reason"]: group["parts"] for group in report["not_exercised"]}
+    assert reasons["no GPU"] == ["captured CUDA graphs"]
+    assert reasons["not selected by --sections"] == [
+        *("kernels", "logits of other batches", "logits against transformers"),
+        *("tests of distributions", "random scenarios", "matrix of tokens"),
+    ]
+    assert report["verdict"].endswith("Not run: kernels, logits, sampling, tokens, capture.")
+    shown = page.read_text()
+    assert "<dt>no GPU</dt><dd>captured CUDA graphs</dd>" in shown
+    assert re.search("<th>cache</th><td[^>]*>passed<", shown)
+
+
+def test_nothing_compared_is_no_success(tiny: list[str]) -> None:
+    result = CliRunner().invoke(app, ["check", *tiny, "--sections", "capture", "--device", "cpu"])
+    assert result.exit_code == 1 and "Nothing was compared." in result.stdout
+
+
+def test_unknown_section_is_refused(tiny: list[str]) -> None:
+    result = CliRunner().invoke(app, ["check", *tiny, "--sections", "tokens,speed"])
+    message = "sections='speed' is not allowed; allowed: kernels, logits, sampling, tokens"
+    assert message in str(result.exception)
+    options = ["--replay", "file.json", "--sections", "tokens"]
+    result = CliRunner().invoke(app, ["check", *tiny, *options])
+    assert "--replay runs one scenario" in str(result.exception)

@@ -6,8 +6,16 @@ import pytest
 import torch
 
 from lockstep.config import EngineConfig
+from lockstep.doctor.cases import Case
 from lockstep.doctor.children import Children, Result
-from lockstep.doctor.examine import ASYNCHRONOUS, BLOCKING, Examiner, Job
+from lockstep.doctor.examine import (
+    ASYNCHRONOUS,
+    BLOCKING,
+    TOLERANCE,
+    Examiner,
+    Job,
+    tolerance_of,
+)
 from lockstep.doctor.kernels import Doctor, backends_of, merge_modes
 from lockstep.doctor.needs import kernels_of
 from lockstep.kernels.backends import uses_numba
@@ -55,6 +63,13 @@ def test_fault_is_named(
     assert (finding.op, finding.backend, finding.arch) == ("rms_norm", backend, ARCH)
     assert (finding.kind, finding.check, finding.case) == (kind, check, case)
     assert detail in finding.detail
+
+
+def test_state_of_16_bits_widens_the_tolerance() -> None:
+    """Outputs of fp32 follow a state that was rounded to bf16 within the kernel."""
+    for dtype in (torch.float32, torch.bfloat16):
+        case = Case("a state", {"x": torch.ones(2), "state": (torch.ones(2, dtype=dtype),)})
+        assert tolerance_of(case, torch.float32) == TOLERANCE[dtype]
 
 
 def test_hang_is_named_after_the_time_limit() -> None:

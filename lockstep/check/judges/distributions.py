@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.check import oracle_drafter
+from lockstep.check.deadline import NO_DEADLINE, TIME_UP, Deadline
 from lockstep.check.engines import CheckEngine
 from lockstep.check.judges import numpy_sampler
 from lockstep.check.judges.plain_runs import PlainRuns
 from lockstep.check.matrix.setups import SAMPLING, Setup
+from lockstep.check.report.progress import Progress, no_progress
 from lockstep.check.report.report import Report, Tally
 from lockstep.check.scenarios.scenario import Kind
 from lockstep.example_prompts import short_prompts
@@ -49,6 +51,8 @@ MIN_EXPECTED_COUNT = 5.0
 NUM_CLASSES = 4
 """Classes of equal probability in a test of independence."""
 SEED_BITS = 64
+LAST_TEST = "seeds"
+"""Name of the test that runs last."""
 """Bits of a seed."""
 
 
@@ -309,7 +313,7 @@ def independence_tests(
     reordered = sampling.sample(reversed_requests, NUM_DRAFTS + 1)[::-1]
     row_fault = "the token depends on the row" if (reordered != tokens).any() else None
     yield "rows", row_fault
-    yield "seeds", wrong_seed_bits(sampling, params, probabilities)
+    yield LAST_TEST, wrong_seed_bits(sampling, params, probabilities)
 
 
 def wrong_seed_bits(
@@ -357,22 +361,30 @@ def run_sampling(
     num_samples: int,
     report: Report,
     fail_fast: bool = False,
+    progress: Progress = no_progress,
+    deadline: Deadline = NO_DEADLINE,
 ) -> None:
     """Run the tests and add them to the report. num_samples: 0 for no tests."""
     if not num_samples:
         return
+    progress("sampling: finding a context", 0, 0)
     setup = Setup(oracle_drafter.NAME, NUM_DRAFTS, SAMPLING, "none")
     context = find_context(plain)
     engine = build(Kind(oracle_drafter.NAME, NUM_DRAFTS, buckets=(ROWS,)))
     sampling = EngineSampler(engine.llm, context)
-    for name, fault in _tests(sampling, num_samples):
-        started = time.monotonic()
+    started = time.monotonic()
+    for done, (name, fault) in enumerate(_tests(sampling, num_samples), 1):
+        progress(f"sampling: {name}", done, 0)
         if fault is not None:
             report.fail(setup, name, fault, "sampled tokens", name.partition(",")[0])
         seconds = round(time.monotonic() - started, 2)
         report.add(Tally(setup, 1, int(fault is not None), seconds, name))
         if fault is not None and fail_fast:
             return
+        if deadline.passed and name != LAST_TEST:
+            report.omit(SAMPLING, f"tests of distributions after the first {done}", TIME_UP)
+            return
+        started = time.monotonic()
 
 
 def _tests(sampling: EngineSampler, num_samples: int) -> Iterator[tuple[str, str | None]]:

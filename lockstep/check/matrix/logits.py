@@ -8,11 +8,11 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from lockstep.check import oracle_drafter
+from lockstep.check.deadline import NO_DEADLINE, TIME_UP, Deadline
 from lockstep.check.drafters import requested_drafter, settings_with
 from lockstep.check.engines import CheckEngine, Comparison, build
 from lockstep.check.judges.answers import ACCEPTED, CACHED, DRAFTED, Answer, count_events
@@ -20,48 +20,30 @@ from lockstep.check.judges.digests import LogitDigests
 from lockstep.check.matrix.cases import Batch, Case, prefixes_to_cache
 from lockstep.check.matrix.logits_setups import SIZES, batches, engines, make_cases
 from lockstep.check.matrix.logits_setups import settings as engine_settings
-from lockstep.check.matrix.setups import COLD, PLAIN, PREFIX_HIT, Setup
+from lockstep.check.matrix.setups import LOGITS, PLAIN, Setup
 from lockstep.check.report.progress import Progress, no_progress
-from lockstep.check.report.report import Report, Tally, running
-from lockstep.check.shard import WHOLE, Shard
-from lockstep.errors import ConfigError, choice_error
+from lockstep.check.report.report import LOGITS_CASES, Report, Tally
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.spec import own_drafter
-from lockstep.worker.build import find_model
+from lockstep.spec.config import AUTO_DRAFTS
 
 
 def run_logits(
-    size: str = "default",
-    model: str | None = None,
+    checkpoint: Checkpoint,
+    report: Report,
+    model: str | None,
+    settings: dict[str, Any],
     progress: Progress = no_progress,
-    shard: Shard = WHOLE,
-    **settings: Any,
-) -> Report:
-    """Run a shard of the logits check of a size (quick, default, full).
+    deadline: Deadline = NO_DEADLINE,
+) -> None:
+    """Run the report's shard of the logits check of its size, and add the results to the report.
 
     settings: LLM arguments for all engines. The drafter of a speculative_config among them replaces
     the one in the checkpoint.
 
-    Raises ConfigError on an unknown size, and Interrupted. Differences are in the report, not
-    raised.
+    Raises what LLM raises. Differences are in the report, not raised.
     """
-    if size not in SIZES:
-        raise choice_error(ConfigError, "size", size, ", ".join(SIZES), "Choose one of them.")
-    report = Report(size, compared="logits", shard=shard)
-    with running(report):
-        _run_shard(report, model, progress, settings)
-    return report
-
-
-def _run_shard(
-    report: Report,
-    model: str | None,
-    progress: Progress,
-    settings: dict[str, Any],
-) -> None:
-    """Run the report's shard, and add the results to the report."""
     size = SIZES[report.size]
-    checkpoint = Checkpoint.read(find_model(model), settings.get("hf_overrides"))
     raw = checkpoint.raw
     max_context = raw.get("text_config", raw).get("max_position_embeddings", size.long)
     long = min(size.long, max_context - size.max_tokens)
@@ -72,28 +54,52 @@ def _run_shard(
         arguments = {**engine_settings(setup, size, long), "skip_tokenizer_init": True}
         return build(model, settings_with(arguments, settings), setup.hooks())
 
+    progress("logits: plain outputs", 0, 0)
     plain = build_setup(PLAIN)
     cases = make_cases(plain.engine.vocab_size, long, size.max_tokens)
-    expected = {case.name: plain.answers([case], LogitDigests())[0] for case in cases}
+    expected: dict[str, Answer] = {}
+    # The other half of the time is for the comparisons.
+    plain_deadline = deadline.share(1, 2)
+    for case in cases:
+        if expected and plain_deadline.passed:
+            break
+        expected[case.name] = plain.answers([case], LogitDigests())[0]
     report.numerics = plain.engine.numerics
-    comparison = Comparison(expected, report, Answer.first_logits_difference)
-    requested = requested_drafter(settings)
-    drafter = requested["method"] if requested else own_drafter(checkpoint)
+    comparison = Comparison(
+        lambda case: expected[case.name], report, Answer.first_logits_difference
+    )
     engine_runs = [
         (setup, list(batches(cases, size, index)))
-        for index, setup in enumerate(engines(size, plain.graph_modes, drafter))
+        for index, setup in enumerate(
+            engines(size, plain.graph_modes, *_drafting(checkpoint, settings))
+        )
         if report.shard.has(index)
     ]
-    report.num_matrix_cases = sum(
+    report.planned[LOGITS_CASES] = sum(
         len(batch.cases) for _, engine_batches in engine_runs for batch in engine_batches
     )
-    texts = [[*case.prompt, *expected[case.name].tokens] for case in cases]
+    texts = [[*c.prompt, *expected[c.name].tokens] for c in cases if c.name in expected]
     # Its memory is needed for the first engine of the matrix.
     del plain
     for done, (setup, engine_batches) in enumerate(engine_runs):
+        if deadline.passed:
+            break
         progress(f"logits: {setup.drafting}, graph {setup.graph}", done, len(engine_runs))
-        _run_engine(partial(build_setup, setup), setup, engine_batches, comparison, texts)
-    progress("done", len(engine_runs), len(engine_runs))
+        known = [b for b in engine_batches if all(case.name in expected for case in b.cases)]
+        _run_engine(partial(build_setup, setup), setup, known, comparison, texts, deadline)
+    gc.collect()
+    total = report.planned[LOGITS_CASES]
+    if (deadline.passed or len(expected) < len(cases)) and comparison.compared < total:
+        missing = f"{total - comparison.compared} of {total} outputs of {LOGITS}"
+        report.omit(LOGITS, missing, TIME_UP)
+
+
+def _drafting(checkpoint: Checkpoint, settings: dict[str, Any]) -> tuple[str | None, int]:
+    """Return the drafter and K of one more engine: the user's, or the checkpoint's own."""
+    requested = requested_drafter(settings)
+    if requested is None:
+        return own_drafter(checkpoint), AUTO_DRAFTS
+    return requested["method"], requested.get("num_speculative_tokens", AUTO_DRAFTS)
 
 
 def _run_engine(
@@ -102,6 +108,7 @@ def _run_engine(
     engine_batches: list[Batch],
     comparison: Comparison,
     texts: list[list[int]],
+    deadline: Deadline,
 ) -> None:
     """Build an engine and run its batches. An exception is a failure; other engines still run.
 
@@ -110,9 +117,13 @@ def _run_engine(
     started = time.monotonic()
     try:
         engine = build_engine()
+        if comparison.report.coverage is not None:
+            comparison.report.coverage.record_engine(engine.engine, setup.drafter)
         if setup.drafter == oracle_drafter.NAME:
             engine.set_texts(texts)
         for batch in engine_batches:
+            if deadline.passed:
+                return
             _run_batch(engine, setup, batch, comparison)
     except Exception as error:  # an engine that breaks has not given the plain answer
         comparison.report.fail(setup, "all", f"raised {type(error).__name__}: {error}")
@@ -125,7 +136,6 @@ def _run_batch(engine: CheckEngine, setup: Setup, batch: Batch, comparison: Comp
     started = time.monotonic()
     report = comparison.report
     num_failures = len(report.failures)
-    setup = replace(setup, phase=PREFIX_HIT if batch.warm_prefixes else COLD)
     engine.reset(max_num_batched_tokens=batch.chunk)
     if batch.warm_prefixes:
         _cache_prefixes(engine, batch.cases)

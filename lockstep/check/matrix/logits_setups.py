@@ -9,8 +9,9 @@ from typing import Any
 from lockstep.check import oracle_drafter
 from lockstep.check.drafters import NO_DRAFTER, speculative_config
 from lockstep.check.matrix.cases import PREFIX_TAIL, Batch, Case, cyclic_slice
-from lockstep.check.matrix.setups import COLD, PREFIX_HIT, Setup
+from lockstep.check.matrix.setups import LOGITS, PREFIX_HIT, Setup
 from lockstep.sampling_params import SamplingParams
+from lockstep.spec.config import AUTO_DRAFTS
 from lockstep.step import PAGE_SIZE
 
 CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -42,8 +43,6 @@ LONG_LENGTH = 8192 + 70
 NUM_PREFIX_HITS = 7
 """Number of cases in the prefix-hit batch."""
 NUM_SNAPSHOTS = 16
-OWN_DRAFTS = 3
-"""K of the drafter in the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -90,16 +89,18 @@ def make_cases(vocab: int, long: int, max_tokens: int) -> list[Case]:
     return cases
 
 
-def engines(size: Size, graphs: tuple[str, ...], own_drafter: str | None) -> Iterator[Setup]:
+def engines(
+    size: Size, graphs: tuple[str, ...], own_drafter: str | None, own_drafts: int = AUTO_DRAFTS
+) -> Iterator[Setup]:
     """Yield every K of the size in the first graph mode, some in the others.
 
-    own_drafter: drafter in the checkpoint, which one more engine uses, or None.
+    own_drafter: drafter in the checkpoint, which one more engine uses, or None. own_drafts: its K.
     """
     for graph in graphs:
         for k in size.drafts if graph == graphs[0] else size.other_mode_drafts:
-            yield Setup(oracle_drafter.NAME if k else NO_DRAFTER, k, COLD, graph)
+            yield Setup(oracle_drafter.NAME if k else NO_DRAFTER, k, LOGITS, graph)
     if own_drafter:
-        yield Setup(own_drafter, OWN_DRAFTS, COLD, graphs[0])
+        yield Setup(own_drafter, own_drafts, LOGITS, graphs[0])
 
 
 def settings(setup: Setup, size: Size, long: int) -> dict[str, Any]:

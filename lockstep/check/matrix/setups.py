@@ -5,6 +5,7 @@ from itertools import product
 from typing import Any
 
 from lockstep.check.drafters import NO_DRAFTER, hooks_of, speculative_config
+from lockstep.spec.config import AUTO_DRAFTS
 from lockstep.worker.hooks import CheckHooks
 
 DRAFT_COUNTS = (1, 2, 3, 5, 7, 15)
@@ -19,6 +20,9 @@ PREEMPTED = "preempted"
 PHASES = (COLD, PREFIX_HIT, PREEMPTED)
 SAMPLING = "sampling"
 TRANSFORMERS = "transformers"
+KERNEL = "kernel"
+LOGITS = "logits"
+"""Phase of outputs whose logits alone are compared, cold and after prefix hits."""
 SCENARIO = "scenario"
 """Phase of a random scenario, whose rows are cold, prefix hits or preempted as scheduled."""
 TESTS = (SAMPLING, TRANSFORMERS)
@@ -46,11 +50,6 @@ class Size:
     covers: bool = False
     requests: int = 4
 
-    @property
-    def answers(self) -> int:
-        """Return the outputs per engine: single cases, the batch of 7, the long prompt's batch."""
-        return self.alone + ROWS + self.companions
-
 
 SIZES = {
     "quick": Size(8, 1, 2, scenarios=12, num_samples=64),
@@ -67,6 +66,8 @@ LONG_PROMPT = 1300
 differently."""
 MAX_MODEL_LEN = 1536
 PAGES = 256
+PAGES_PER_ROW = 8
+"""Pages of a short prompt and its answer, at least."""
 SNAPSHOTS = 64
 PREEMPT_EVERY = 3
 """Steps between forced preemptions."""
@@ -77,6 +78,7 @@ class Setup:
     """Settings of an engine, none of which may change an output.
 
     phase: cache state of the prompts. changing: the number of drafts varies per step, up to k.
+    rows: max_num_seqs.
     """
 
     drafter: str
@@ -84,6 +86,7 @@ class Setup:
     phase: str
     graph: str
     changing: bool = False
+    rows: int = ROWS
 
     @property
     def drafting(self) -> str:
@@ -93,14 +96,19 @@ class Setup:
 
     def settings(self, small_chunks: bool = True) -> dict[str, Any]:
         """Return the LLM arguments of this engine."""
+        chunk = SMALL_CHUNK if small_chunks else 2 * MAX_MODEL_LEN
+        if self.rows != ROWS:
+            # With small chunks the first answers would end before the last prompt is read.
+            chunk = max(2 * MAX_MODEL_LEN, self.rows * SMALL_CHUNK)
         return {
             "speculative_config": speculative_config(self.drafter, self.k, self.changing),
             "cuda_graph_mode": self.graph,
-            "max_num_seqs": ROWS,
-            "row_buckets": (1, 2, 4, ROWS),
+            "max_num_seqs": self.rows,
+            # Other numbers of rows have the buckets that a server would choose.
+            "row_buckets": (1, 2, 4, ROWS) if self.rows == ROWS else None,
             "max_model_len": MAX_MODEL_LEN,
-            "max_num_batched_tokens": SMALL_CHUNK if small_chunks else 2 * MAX_MODEL_LEN,
-            "num_gpu_blocks": PAGES,
+            "max_num_batched_tokens": chunk,
+            "num_gpu_blocks": max(PAGES, self.rows * PAGES_PER_ROW),
             "num_snapshots": SNAPSHOTS if self.phase == PREFIX_HIT else 0,
             "enable_prefix_caching": self.phase == PREFIX_HIT,
         }
@@ -109,6 +117,27 @@ class Setup:
         """Return the hooks that a check adds to this engine."""
         preempt_every = PREEMPT_EVERY if self.phase == PREEMPTED else 0
         return hooks_of(self.drafter, self.changing, preempt_every)
+
+
+def num_outputs(size: Size, setup: Setup) -> int:
+    """Return the outputs of an engine: single cases, the batch of 7, the long prompt's batch, and
+    one that fills more rows."""
+    return size.alone + ROWS + size.companions + (setup.rows if setup.rows > ROWS else 0)
+
+
+def requested_setup(
+    drafting: dict[str, Any] | None, rows: int | None, graphs: tuple[str, ...]
+) -> Setup | None:
+    """Return the engine with the user's drafter, K and max_num_seqs; None if none is set.
+
+    drafting: the user's speculative_config with its method. graphs: as in setups().
+    """
+    if drafting is None and rows is None:
+        return None
+    drafter, k = NO_DRAFTER, 0
+    if drafting is not None:
+        drafter, k = drafting["method"], drafting.get("num_speculative_tokens", AUTO_DRAFTS)
+    return Setup(drafter, k, COLD, graphs[0], rows=rows or ROWS)
 
 
 PLAIN = Setup(NO_DRAFTER, 0, COLD, "none")

@@ -4,17 +4,27 @@ import gc
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache, cached_property
+from itertools import cycle, islice
 
+from lockstep.check.checked_model import CheckedModel
+from lockstep.check.deadline import NO_DEADLINE, TIME_UP, Deadline
 from lockstep.check.drafters import settings_with
 from lockstep.check.engines import CheckEngine, Comparison, build
 from lockstep.check.judges.answers import CACHED, DRAFTED, PREEMPTIONS, Answer, count_events
 from lockstep.check.judges.trace import compare, traced
 from lockstep.check.matrix.cases import Batch, Case, cyclic_slice, make_cases, prefixes_to_cache
-from lockstep.check.matrix.setups import BATCHES, PREEMPTED, PREFIX_HIT, SIZES, Setup, Size, setups
-from lockstep.check.report.progress import Progress
+from lockstep.check.matrix.setups import (
+    BATCHES,
+    PREEMPTED,
+    PREFIX_HIT,
+    ROWS,
+    SIZES,
+    Setup,
+    Size,
+    setups,
+)
 from lockstep.check.report.report import Failure, Report, Tally
-from lockstep.check.scenarios.examiner import Effort
 from lockstep.check.shard import Shard
 from lockstep.scheduling.schedule import RowSpec
 
@@ -23,52 +33,92 @@ REQUIRED_EVENT_OF_PHASE = {PREFIX_HIT: CACHED, PREEMPTED: PREEMPTIONS}
 
 
 def shard_engines(
-    size: str, drafters: tuple[str, ...], graphs: tuple[str, ...], shard: Shard
+    size: str,
+    drafters: tuple[str, ...],
+    graphs: tuple[str, ...],
+    shard: Shard,
+    requested: Setup | None = None,
 ) -> list[tuple[int, Setup]]:
-    """Return the shard's engines of a size, each with its number among all engines."""
-    every = enumerate(setups(size, drafters, graphs))
-    return [(engine_index, setup) for engine_index, setup in every if shard.has(engine_index)]
+    """Return the shard's engines of a size, each with its number among all engines.
+
+    requested: engine with the user's settings, the last one.
+    """
+    every = setups(size, drafters, graphs)
+    if requested is not None and requested not in every:
+        every.append(requested)
+    return [(index, setup) for index, setup in enumerate(every) if shard.has(index)]
 
 
-def run_matrix(
-    plain: CheckEngine,
-    engines: list[tuple[int, Setup]],
-    report: Report,
-    model: str | None,
-    settings: dict[str, Any],
-    progress: Progress,
-    effort: Effort,
-) -> None:
-    """Run engines of the matrix, and add the results to the report."""
-    size = SIZES[report.size]
-    cases = make_cases(plain.llm, size.max_tokens)
-    expected = {case.name: plain.answers([case])[0] for case in cases}
-    comparison = Comparison(expected, report, Answer.first_difference)
-    num_failures = len(report.failures)
-    for done, (engine_index, setup) in enumerate(engines):
-        progress(f"matrix: {setup.drafting}, {setup.phase}", done, len(engines))
-        _run_engine(setup, batches(cases, size, engine_index), comparison, model, settings)
-        # An engine's objects refer to each other: only a collection frees its memory for the next.
-        gc.collect()
-        if effort.fail_fast and len(report.failures) > num_failures:
-            return
-    if len(report.failures) > num_failures:
-        search = _Search(plain, cases, size, model, settings)
-        report.failures[num_failures] = search.locate(report.failures[num_failures])
+class TokenMatrix:
+    """Matrix of a check, whose sections share the plain outputs. fail_fast: stop at a failure."""
+
+    def __init__(self, checked: CheckedModel, fail_fast: bool = False) -> None:
+        self.checked = checked
+        self.report = checked.report
+        self.fail_fast = fail_fast
+
+    @cached_property
+    def cases(self) -> list[Case]:
+        """Requests of every engine."""
+        return make_cases(self.checked.plain.llm, SIZES[self.report.size].max_tokens)
+
+    @cached_property
+    def comparison(self) -> Comparison:
+        """Comparison with the plain outputs, each of which is run when it is needed."""
+        return Comparison(cache(self._plain_output), self.report, Answer.first_difference)
+
+    def _plain_output(self, case: Case) -> Answer:
+        return self.checked.plain.answers([case])[0]
+
+    def run(
+        self, section: str, engines: list[tuple[int, Setup]], deadline: Deadline = NO_DEADLINE
+    ) -> None:
+        """Run a section's engines, and add the results to the report.
+
+        engines: each with its number among all engines of the matrix.
+        """
+        report = self.report
+        size = SIZES[report.size]
+        checked = self.checked
+        checked.progress(f"{section}: requests", 0, len(engines))
+        comparison = self.comparison
+        num_failures = len(report.failures)
+        compared = comparison.compared
+        runs = [(setup, batches(self.cases, size, index, setup.rows)) for index, setup in engines]
+        for done, (setup, engine_batches) in enumerate(runs):
+            if deadline.passed:
+                break
+            checked.progress(f"{section}: {setup.drafting}, {setup.phase}", done, len(engines))
+            _run_engine(setup, engine_batches, comparison, checked, deadline)
+            # An engine's objects refer to each other: only a collection frees its memory for the
+            # next.
+            gc.collect()
+            if self.fail_fast and len(report.failures) > num_failures:
+                return
+        total = sum(len(batch.cases) for _, engine_batches in runs for batch in engine_batches)
+        missing = total - (comparison.compared - compared)
+        if deadline.passed and missing > 0:
+            report.omit(section, f"{missing} of {total} outputs of {section}", TIME_UP)
+        if len(report.failures) > num_failures:
+            search = _Search(checked, self.cases, size)
+            report.failures[num_failures] = search.locate(report.failures[num_failures])
 
 
-def batches(cases: list[Case], size: Size, engine_index: int) -> list[Batch]:
+def batches(cases: list[Case], size: Size, engine_index: int, rows: int = ROWS) -> list[Batch]:
     """Return the batches of an engine: single cases, the seven short ones, and the long one.
 
     `engine_index` selects the single cases and the short cases in the batch of the long one.
+    rows: an engine with more rows than cases has a batch that fills them.
     """
     *short, long = cases
     companions = cyclic_slice(short, size.companions, engine_index)
     middle = (size.companions + 1) // 2
+    full = [Batch(f"batch of {rows}", tuple(islice(cycle(short), rows)))] if rows > ROWS else []
     return [
         *(Batch(BATCHES[0], (case,)) for case in cyclic_slice(cases, size.alone, engine_index)),
         Batch(BATCHES[1], tuple(short)),
         Batch(BATCHES[2], (*companions[:middle], long, *companions[middle:])),
+        *full,
     ]
 
 
@@ -76,8 +126,8 @@ def _run_engine(
     setup: Setup,
     runs: list[Batch],
     comparison: Comparison,
-    model: str | None,
-    settings: dict[str, Any],
+    checked: CheckedModel,
+    deadline: Deadline,
 ) -> None:
     """Build an engine, run its batches and compare; the report is updated even if interrupted."""
     started = time.monotonic()
@@ -85,9 +135,10 @@ def _run_engine(
     num_failures = len(report.failures)
     done = comparison.compared
     try:
-        engine = build(model, settings_with(setup.settings(), settings), setup.hooks())
+        settings = settings_with(setup.settings(), checked.settings)
+        engine = build(checked.name, settings, setup.hooks())
         _record_coverage(report, engine, setup, runs)
-        _run_batches(engine, setup, runs, comparison)
+        _run_batches(engine, setup, runs, comparison, deadline)
     except Exception as error:  # an engine that breaks has not given the plain answer
         report.fail(setup, "all", f"raised {type(error).__name__}: {error}")
     finally:
@@ -109,12 +160,21 @@ def _record_coverage(report: Report, engine: CheckEngine, setup: Setup, runs: li
 
 
 def _run_batches(
-    engine: CheckEngine, setup: Setup, runs: list[Batch], comparison: Comparison
+    engine: CheckEngine,
+    setup: Setup,
+    runs: list[Batch],
+    comparison: Comparison,
+    deadline: Deadline,
 ) -> None:
-    """Run every batch of an engine."""
+    """Run every batch of an engine, or those that begin in time."""
     if setup.phase == PREFIX_HIT:
         engine.cache(prefixes_to_cache(tuple(case for batch in runs for case in batch.cases)))
-    answers = [answer for batch in runs for answer in comparison.run(engine, setup, batch)]
+    answers: list[Answer] = []
+    for batch in runs:
+        if deadline.passed:
+            # The events that a phase requires may be those of the batches that are left.
+            return
+        answers += comparison.run(engine, setup, batch)
     for name in _missing_events(setup, count_events(answers)):
         comparison.report.fail(setup, "all", f"the run had no {name}")
 
@@ -133,11 +193,9 @@ def _missing_events(setup: Setup, events: Counter[str]) -> list[str]:
 class _Search:
     """Search for the first layer at which a failing case differs."""
 
-    plain: CheckEngine
+    checked: CheckedModel
     cases: list[Case]
     size: Size
-    model: str | None
-    settings: dict[str, Any]
 
     def locate(self, failure: Failure) -> Failure:
         """Trace the failure in an eager run, and add the first layer that differs."""
@@ -150,10 +208,11 @@ class _Search:
 
         # A replayed graph calls no modules, so only an eager run can be traced.
         suspect = replace(failure.setup, graph="none")
-        with traced(self.plain, is_mine) as plain_digests:
-            self.plain.answers([case])
-        search_settings = settings_with(suspect.settings(), self.settings)
-        engine = build(self.model, search_settings, suspect.hooks())
+        plain = self.checked.plain
+        with traced(plain, is_mine) as plain_digests:
+            plain.answers([case])
+        search_settings = settings_with(suspect.settings(), self.checked.settings)
+        engine = build(self.checked.name, search_settings, suspect.hooks())
         if suspect.phase == PREFIX_HIT:
             engine.cache(prefixes_to_cache(tuple(self.cases)))
         with traced(engine, is_mine) as traced_digests:
@@ -168,7 +227,7 @@ class _Search:
     def _batch_cases(self, failure: Failure, case: Case) -> tuple[Case, ...]:
         """Return the cases of the failure's batch, by trying the batches of all engines."""
         for engine_index in range(len(self.cases)):
-            for batch in batches(self.cases, self.size, engine_index):
+            for batch in batches(self.cases, self.size, engine_index, failure.setup.rows):
                 if batch.name == failure.batch and case in batch.cases:
                     return batch.cases
         return (case,)

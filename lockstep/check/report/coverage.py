@@ -14,7 +14,22 @@ from lockstep.spec import DRAFTERS
 
 ALL_DRAFTERS = (*DRAFTERS, oracle_drafter.NAME)
 
-
+OPS_OF_FEATURES = {
+    "no model of this run has Gated DeltaNet layers": (
+        "gated_delta_step",
+        "gated_delta_chunk",
+        "gated_rms_norm",
+    ),
+    "no model of this run has Mamba-2 layers": ("mamba2_step", "mamba2_chunk", "gated_group_norm"),
+    "no model of this run has experts": ("route", "experts"),
+    "no model of this run has latent attention (MLA)": (
+        "latent_attention",
+        "latent_rope_and_cache",
+        "head_linear",
+    ),
+    "tensor_parallel_size is 1": ("exchange", "exchange_add_rms_norm"),
+}
+"""Reason against ops that no engine needed, and the ops of each feature."""
 OUTSIDE_THE_ENGINE = frozenset(
     {
         "truncate_prompt_tokens",
@@ -39,15 +54,20 @@ class Coverage:
 
     backends: names of the backends that ran, by op. refused: reason by backend, by op. drafters:
     drafters that ran. parameters: sampling parameters that differed from their defaults.
+    refused_drafters: reason by drafter that the checkpoint does not support. has_engine: an engine
+    was recorded, so that an op without a backend is none of its model's.
     """
 
     backends: dict[str, set[str]] = field(default_factory=dict)
     refused: dict[str, dict[str, str]] = field(default_factory=dict)
     drafters: set[str] = field(default_factory=set)
     parameters: set[str] = field(default_factory=set)
+    refused_drafters: dict[str, str] = field(default_factory=dict)
+    has_engine: bool = False
 
     def record_engine(self, engine: Engine, drafter: str) -> None:
         """Record an engine with this drafter, or with "none"."""
+        self.has_engine = True
         for choice in engine.explain()["layers"]:
             ran = {name.split(" ")[0] for name in choice["backend"].split(", ")}
             self.backends.setdefault(choice["op"], set()).update(ran)
@@ -61,18 +81,47 @@ class Coverage:
             if getattr(params, parameter.name) != parameter.default:
                 self.parameters.add(parameter.name)
 
-    def missing(self) -> list[str]:
-        """Return what was not run, with the reason if it is known."""
-        missing = [f"drafter {name}" for name in ALL_DRAFTERS if name not in self.drafters]
+    def record_kernel(self, op: str, backend: str) -> None:
+        """Record a backend that doctor examined."""
+        self.backends.setdefault(op, set()).add(backend)
+
+    def missing(self) -> list[tuple[str, str]]:
+        """Return what was not run, each with the reason."""
+        missing = [
+            (f"drafter {name}", self.refused_drafters.get(name, "no engine of this run had it"))
+            for name in ALL_DRAFTERS
+            if name not in self.drafters
+        ]
         unused = engine_parameters() - self.parameters
-        missing += [f"parameter {name}" for name in SamplingParams.names() if name in unused]
+        missing += [
+            (f"parameter {name}", "no request of this run had it")
+            for name in SamplingParams.names()
+            if name in unused
+        ]
+        return missing + self._missing_ops() + self._missing_backends()
+
+    def _missing_ops(self) -> list[tuple[str, str]]:
+        """Return the ops that no engine needed."""
+        features = OPS_OF_FEATURES if self.has_engine else {}
+        reasons = {op: why for why, ops in features.items() for op in ops}
+        return [
+            (f"op {name}", reasons.get(name, "no engine of this run needed it"))
+            for name in all_ops()
+            if name not in self.backends
+        ]
+
+    def _missing_backends(self) -> list[tuple[str, str]]:
+        """Return the backends that did not run of ops that ran: ops by backend and reason."""
+        ops_of: dict[tuple[str, str], list[str]] = {}
         for name, op in all_ops().items():
-            ran = self.backends.get(name, set())
-            if not ran:
-                missing.append(f"op {name}")
+            if name not in self.backends:
                 continue
             for backend in op.backends:
-                if backend not in ran:
-                    why = self.refused[name].get(backend, "another backend is preferred")
-                    missing.append(f"{name} by {backend}: {why}")
-        return missing
+                if backend not in self.backends[name]:
+                    refused = self.refused.get(name, {})
+                    why = refused.get(backend) or "another backend is preferred"
+                    ops_of.setdefault((backend, why), []).append(name)
+        return [
+            (f"backend {backend} of {', '.join(ops)}", why)
+            for (backend, why), ops in ops_of.items()
+        ]

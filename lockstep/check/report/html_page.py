@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 import lockstep
-from lockstep.check.matrix.setups import PHASES, SCENARIO, TESTS
+from lockstep.check.matrix.setups import KERNEL, LOGITS, PHASES, SCENARIO, TESTS
 from lockstep.check.report.report import Report, Tally
+from lockstep.check.sections import SECTIONS
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #59636e; --page: #ffffff;
@@ -37,6 +38,11 @@ svg .none { fill: var(--none); }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1rem; margin: 0; }
 dt { color: var(--soft); } dd { margin: 0; } ul { padding-left: 1.2rem; margin: .25rem 0; }
 code { font: .9em ui-monospace, monospace; }
+table { border-collapse: collapse; } th { text-align: left; }
+th, td { padding: .2rem 1rem .2rem 0; border-bottom: 1px solid var(--line);
+  vertical-align: top; } td.good { color: var(--good); } td.bad { color: var(--bad); }
+td.soft { color: var(--soft); } .reasons { display: block; } .reasons dt { color: var(--ink); }
+.reasons dd { margin-bottom: .5rem; }
 @media (max-width: 34rem) { dl { grid-template-columns: 1fr; gap: 0; } dd { margin: 0 0 .5rem; } }
 @media print { :root { color-scheme: light; --ink: #000; --soft: #444; --page: #fff;
   --line: #bbb; --box: #fff; --good: #1a7f37; --bad: #c1121f; --none: #eee; --on: #fff; }
@@ -45,6 +51,8 @@ code { font: .9em ui-monospace, monospace; }
   h2 { break-after: avoid; } figure, li { break-inside: avoid; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """
+STATE_CLASSES = {"passed": "good", "passed in part": "", "failed": "bad", "not run": "soft"}
+"""CSS class of each result of a section."""
 MAX_FAILURES = 50
 """Maximum differences that the page lists."""
 LABEL = 96
@@ -67,12 +75,14 @@ def page(report: Report, command: Sequence[str]) -> str:
     parts = [
         f'<h1>lockstep check: {title.lower()}</h1><p class="verdict{kind}">'
         f"{escape(report.verdict)}</p>",
+        _section("Sections", _sections(report)),
         _figures(report),
         _failures(report),
         _section("Random scenarios", _scenarios(report)),
         _section("Combinations of features", _tuples(report)),
         _section("Matrix of engine settings", _matrix(report)),
-        _section("Tests of sampling distributions and logits", _tests(report)),
+        _section("Logits in other batches and chunks, bit for bit", _logits(report)),
+        _section("Tests of distributions, logits and kernels", _tests(report)),
         _section("Not exercised", _not_exercised(report)),
         _section("About this run", _about(report, command)),
     ]
@@ -93,6 +103,8 @@ def _title(report: Report) -> tuple[str, str]:
     """Return the page's title, and the CSS class of the verdict."""
     if report.failed:
         return "Differences found", " bad"
+    if not report.cases:
+        return "Nothing compared", " early"
     return ("Stopped early", " early") if report.interrupted else ("All outputs equal", "")
 
 
@@ -107,13 +119,31 @@ def _figures(report: Report) -> str:
     return _section("Exercised", f'<div class="figures">{"".join(boxes)}</div>')
 
 
+def _sections(report: Report) -> str:
+    """Return a table of the sections: result, cases, seconds, and why parts were not run."""
+    if not report.section_seconds:
+        return ""
+    rows = []
+    for one in report.sections:
+        cases = f"{one.passed:,}/{one.cases:,}" if one.cases else ""
+        cells = (one.name, one.state, cases, f"{one.seconds:.0f} s", one.reasons)
+        kind = STATE_CLASSES[one.state]
+        name, state, *rest = (escape(cell) for cell in cells)
+        rows.append(
+            f'<tr title="{escape(SECTIONS[one.name])}"><th>{name}</th>'
+            f'<td class="{kind}">{state}</td>'
+            + "".join(f"<td>{cell}</td>" for cell in rest)
+            + "</tr>"
+        )
+    return f"<table>{''.join(rows)}</table>"
+
+
 def _failures(report: Report) -> str:
     """Return the section of differences, at most MAX_FAILURES of them."""
     lines = []
     for failure in report.failures[:MAX_FAILURES]:
         position = "" if failure.position is None else f", output position {failure.position}"
-        text = f"drafter {failure.setup.drafting}, {failure.setup.phase}, {failure.batch}: "
-        text += f"{failure.request}{position} ({failure.sampling}): {failure.what}"
+        text = f"{failure.place}: {failure.request}{position} ({failure.sampling}): {failure.what}"
         where = f"; {failure.where}" if failure.where else ""
         file = escape(failure.file or "")
         replay = f"<br><code>lockstep check --replay {file}</code>" if file else ""
@@ -138,6 +168,19 @@ def _svg(width: int, height: int, name: str, body: str, caption: str) -> str:
         f'<figure><svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
         f'aria-label="{escape(name)}">{body}</svg><figcaption>{escape(caption)}</figcaption></figure>'
     )
+
+
+def _logits(report: Report) -> str:
+    """Return the outputs whose logits were compared, by engine."""
+    tallies = _tallies_of(report, LOGITS)
+    lines = []
+    for drafting, graph in dict.fromkeys((t.setup.drafting, t.setup.graph) for t in tallies):
+        of_engine = [t for t in tallies if (t.setup.drafting, t.setup.graph) == (drafting, graph)]
+        cases, failed = (sum(getattr(t, name) for t in of_engine) for name in ("cases", "failed"))
+        batches = ", ".join(dict.fromkeys(t.batch for t in of_engine))
+        text = f"drafter {drafting}, graph {graph}: {cases - failed}/{cases} ({batches})"
+        lines.append(f"<li>{escape(text)}</li>")
+    return f"<ul>{''.join(lines)}</ul>" if lines else ""
 
 
 def _matrix(report: Report) -> str:
@@ -223,8 +266,8 @@ def _tuples(report: Report) -> str:
 
 
 def _tests(report: Report) -> str:
-    """Return the results of the distribution tests and of the comparison with transformers."""
-    tallies = _tallies_of(report, *TESTS)
+    """Return the results of tests: distributions, transformers, kernels."""
+    tallies = _tallies_of(report, *TESTS, KERNEL)
     if not tallies:
         return ""
     wrong = [t.batch for t in tallies if t.failed]
@@ -235,20 +278,18 @@ def _tests(report: Report) -> str:
 
 
 def _not_exercised(report: Report) -> str:
-    missing = [
-        *report.skipped,
-        *report.refused,
-        *(report.coverage.missing() if report.coverage else ()),
-    ]
-    items = "".join(f"<li>{escape(lack)}</li>" for lack in missing)
-    return f'<ul class="soft">{items}</ul>' if items else ""
+    """Return what was not run, one entry per reason."""
+    items = "".join(
+        f"<dt>{escape(reason)}</dt><dd>{escape('; '.join(parts))}</dd>"
+        for reason, parts in report.not_exercised().items()
+    )
+    return f'<dl class="soft reasons">{items}</dl>' if items else ""
 
 
 def _about(report: Report, command: Sequence[str]) -> str:
     about = {
         "command": " ".join(command),
         "size, shard, seed": f"{report.size}, {report.shard}, {report.seed}",
-        "compared": f"{report.compared}, bit for bit",
         "numerics": report.numerics,
         "lockstep": lockstep.__version__,
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""Report of a check: its cases, failures and event counters."""
+"""Report of a check: its sections, cases, failures, event counters, and what it left out."""
 
 import time
 from collections import Counter
@@ -7,12 +7,18 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lockstep.check.matrix.setups import PHASES, SCENARIO, TESTS, Setup
+from lockstep.check.matrix.setups import KERNEL, LOGITS, PHASES, SCENARIO, TESTS, Setup
 from lockstep.check.report.coverage import Coverage
+from lockstep.check.sections import SECTIONS, section_of
 from lockstep.check.shard import WHOLE, Shard
 
 if TYPE_CHECKING:
     from lockstep.check.scenarios.met_tuples import MetTuples
+
+SCENARIOS = "scenarios"
+MATRIX_CASES = "matrix cases"
+LOGITS_CASES = "logits cases"
+"""Names of what an interrupted check counts."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,16 @@ class Failure:
     where: str | None = None
     file: str | None = None
 
+    @property
+    def place(self) -> str:
+        """Return where it was found: an engine and its batch, or a test."""
+        if self.setup.phase in (*TESTS, KERNEL):
+            return f"{section_of(self.setup)}, {self.batch}"
+        return (
+            f"drafter {self.setup.drafting}, {self.setup.phase}, graph {self.setup.graph}, "
+            f"{self.batch}"
+        )
+
 
 @dataclass(frozen=True)
 class Tally:
@@ -44,16 +60,55 @@ class Tally:
     batch: str = "all"
 
 
+@dataclass(frozen=True)
+class Omission:
+    """Part of a section that was not run, and the reason."""
+
+    section: str
+    part: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class SectionResult:
+    """Result of a section.
+
+    passed: number of its cases without a difference. failed: number of its failures, of which a
+    case may have several. omissions: its parts that were not run.
+    """
+
+    name: str
+    cases: int
+    passed: int
+    failed: int
+    seconds: float
+    omissions: tuple[Omission, ...] = ()
+
+    @property
+    def state(self) -> str:
+        """Return the result in a word or two."""
+        if self.failed:
+            return "failed"
+        if not self.cases:
+            return "not run"
+        return "passed in part" if self.omissions else "passed"
+
+    @property
+    def reasons(self) -> str:
+        """Return why parts were not run, each reason once."""
+        return "; ".join(dict.fromkeys(omission.reason for omission in self.omissions))
+
+
 @dataclass
 class Report:
     """Result of a check.
 
     numerics: name of the engine's numerics, empty until the plain engine is built. exercised:
-    counters of the events that the check varies. skipped: reasons against drafters that the
-    checkpoint does not support. compared: compared parts of an output, as text. seed: seed of the
-    scenarios. shard: part of the check. coverage: ops, drafters and parameters that ran.
-    interrupted: the check was stopped early. num_scenarios, num_matrix_cases: totals of a complete
-    run, None if unknown.
+    counters of the events that the check varies. seed: seed of the scenarios. shard: part of the
+    check. coverage: ops, drafters and parameters that ran. interrupted: the check was stopped
+    early. planned: number of scenarios, and of cases, of a complete run, by their names.
+    section_seconds: duration of each section. omissions: parts that were not run. refused:
+    companions that cannot be built here, with the reason.
     """
 
     size: str
@@ -61,15 +116,14 @@ class Report:
     tallies: list[Tally] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     exercised: dict[str, int] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    compared: str = "tokens and logprobs"
     seed: int = 0
     shard: Shard = WHOLE
     coverage: Coverage | None = None
     interrupted: bool = False
-    num_scenarios: int | None = None
-    num_matrix_cases: int | None = None
+    planned: dict[str, int] = field(default_factory=dict)
+    section_seconds: dict[str, float] = field(default_factory=dict)
+    omissions: list[Omission] = field(default_factory=list)
     tuples: "MetTuples | None" = None
     refused: list[str] = field(default_factory=list)
 
@@ -93,9 +147,13 @@ class Report:
         """Add event counters."""
         self.exercised = dict(Counter(self.exercised) + events)
 
+    def omit(self, section: str, part: str, reason: str) -> None:
+        """Record a part of a section that is not run."""
+        self.omissions.append(Omission(section, part, reason))
+
     @property
     def cases(self) -> int:
-        """Return the number of compared outputs and of tests."""
+        """Return the number of compared outputs, of tests and of examined kernels."""
         return sum(t.cases for t in self.tallies)
 
     @property
@@ -104,42 +162,85 @@ class Report:
         return len(self.failures)
 
     @property
+    def sections(self) -> list[SectionResult]:
+        """Return the result of each section, those that were not run included."""
+        return [self._section(name) for name in SECTIONS]
+
+    def _section(self, name: str) -> SectionResult:
+        tallies = [t for t in self.tallies if section_of(t.setup) == name]
+        return SectionResult(
+            name,
+            sum(t.cases for t in tallies),
+            sum(t.cases - t.failed for t in tallies),
+            sum(section_of(failure.setup) == name for failure in self.failures),
+            round(self.section_seconds.get(name, 0.0), 2),
+            tuple(omission for omission in self.omissions if omission.section == name),
+        )
+
+    def not_exercised(self) -> dict[str, list[str]]:
+        """Return the parts, features and backends that were not run, by reason."""
+        pairs = [(omission.part, omission.reason) for omission in self.omissions]
+        pairs += [(part, why) for part, _, why in (line.partition(": ") for line in self.refused)]
+        pairs += self.coverage.missing() if self.coverage else []
+        by_reason: dict[str, list[str]] = {}
+        for part, reason in dict.fromkeys(pairs):
+            by_reason.setdefault(reason, []).append(part)
+        return by_reason
+
+    @property
     def verdict(self) -> str:
         """Return the result as one line, which begins with the interruption if there was one."""
-        return f"{self._progress} {self._result}" if self.interrupted else self._result
+        parts = [self._progress] if self.interrupted else []
+        return " ".join(part for part in (*parts, self._result, self._incomplete) if part)
 
     @property
     def _progress(self) -> str:
         """Return how much of an interrupted check was run."""
-        scenarios = sum(t.setup.phase == SCENARIO for t in self.tallies)
-        cases = sum(t.cases for t in self.tallies if t.setup.phase in PHASES)
-        totals = {
-            "scenarios": (scenarios, self.num_scenarios),
-            "matrix cases": (cases, self.num_matrix_cases),
+        done = {
+            SCENARIOS: sum(t.setup.phase == SCENARIO for t in self.tallies),
+            MATRIX_CASES: self._cases_of(*PHASES),
+            LOGITS_CASES: self._cases_of(LOGITS),
         }
         parts = [
-            f"{done:,} of {of:,} {name}" for name, (done, of) in totals.items() if of is not None
+            f"{count:,} of {self.planned[name]:,} {name}"
+            for name, count in done.items()
+            if self.planned.get(name)
         ]
         return f"Stopped early: {' and '.join(parts)} were run." if parts else "Stopped early."
 
     @property
+    def _incomplete(self) -> str:
+        """Return the sections that were not run, or in part."""
+        results = self.sections if self.section_seconds else []
+        by_state = {
+            state: ", ".join(r.name for r in results if bool(r.cases) == ran and r.omissions)
+            for state, ran in (("Not run", False), ("In part", True))
+        }
+        return " ".join(f"{state}: {names}." for state, names in by_state.items() if names)
+
+    def _cases_of(self, *phases: str) -> int:
+        return sum(t.cases for t in self.tallies if t.setup.phase in phases)
+
+    @property
     def _result(self) -> str:
         """Return what was compared, and with which result."""
-        tests = sum(t.cases for t in self.tallies if t.setup.phase in TESTS)
-        if self.interrupted and not (self.cases or self.failed):
+        if not (self.cases or self.failed):
             return "Nothing was compared."
         if not self.failed:
-            answers = f"{self.cases - tests} cases, all equal to the plain run"
-            more = f" {tests} tests of distributions and logits passed." if tests else ""
-            return f"{answers}, {self.compared} bit for bit.{more}"
+            tests = self._cases_of(*TESTS)
+            kernels = self._cases_of(KERNEL)
+            outputs = self.cases - tests - kernels
+            parts = [f"{outputs} cases, all equal to the plain run, bit for bit."] * bool(outputs)
+            parts += [f"{tests} tests of distributions and logits passed."] * bool(tests)
+            parts += [f"Healthy kernels: {kernels}."] * bool(kernels)
+            return " ".join(parts)
         first = self.failures[0]
         at = "" if first.position is None else f", output position {first.position}"
         where = f"; {first.where}" if first.where else ""
         file = f" Reproduce: lockstep check --replay {first.file}" if first.file else ""
         return (
-            f"{self.failed} of {self.cases} cases differ. First: drafter {first.setup.drafting}, "
-            f"{first.setup.phase}, graph {first.setup.graph}, {first.batch}: {first.request}{at}: "
-            f"{first.what}{where}.{file}"
+            f"{self.failed} of {self.cases} cases differ. First: {first.place}: "
+            f"{first.request}{at}: {first.what}{where}.{file}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -154,10 +255,11 @@ class Report:
             "shard": str(self.shard),
             "numerics": self.numerics,
             "seconds": round(self.seconds, 2),
+            "sections": [asdict(one) | {"state": one.state} for one in self.sections],
             "exercised": self.exercised,
-            "skipped": self.skipped,
-            "not_exercised": self.coverage.missing() if self.coverage else [],
-            "refused": self.refused,
+            "not_exercised": [
+                {"reason": reason, "parts": parts} for reason, parts in self.not_exercised().items()
+            ],
             "feature_tuples": self.tuples.to_json() if self.tuples else None,
             "engines": [asdict(t) for t in self.tallies],
             "failures": [asdict(f) for f in self.failures],

@@ -7,9 +7,13 @@ import torch
 
 from lockstep.check.engines import CheckEngine, build_plain
 from lockstep.check.judges import transformers_logits
-from lockstep.check.judges.transformers_logits import load_oracle, relative_difference, run_oracle
+from lockstep.check.judges.transformers_logits import (
+    load_oracle,
+    relative_difference,
+    run_oracle,
+    why_no_oracle,
+)
 from lockstep.check.report.report import Report
-from lockstep.errors import ConfigError
 from lockstep.layers.rotary import Rotary
 from lockstep.llm import LLM
 from lockstep.worker.executor import worker_of
@@ -41,7 +45,8 @@ def cached(plain: CheckEngine) -> Callable[[LLM], torch.nn.Module]:
 
 def test_the_plain_run_agrees(plain: CheckEngine, other: None) -> None:
     report = Report("quick", "")
-    assert run_oracle(plain, report) < 2e-5
+    difference = run_oracle(plain, report)
+    assert difference is not None and difference < 2e-5
     assert report.failed == 0 and report.cases == 4
 
 
@@ -66,11 +71,39 @@ def test_relative_difference_ignores_a_constant() -> None:
 
 def test_random_weights_have_no_oracle(model: str) -> None:
     llm = LLM(model, load_format="dummy", max_model_len=128, max_num_seqs=1)
-    with pytest.raises(ConfigError, match="--oracle is not allowed with load_format='dummy'"):
-        load_oracle(llm)
+    assert why_no_oracle(llm, None) == "the weights are random: transformers cannot load them"
 
 
 def test_quantized_weights_have_no_oracle() -> None:
     llm = LLM(quantization="int4", max_model_len=256)
-    with pytest.raises(ConfigError, match="not allowed with quantized weights"):
-        load_oracle(llm)
+    reason = "the weights are quantized: transformers would read other values"
+    assert why_no_oracle(llm, None) == reason
+
+
+def test_oracle_needs_memory_and_transformers(
+    plain: CheckEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers_logits, "find_spec", lambda name: "a module")
+    few = why_no_oracle(plain.llm, 1 << 20)
+    assert few is not None and "0.0 GiB of memory are free" in few
+    assert why_no_oracle(plain.llm, 1 << 40) is None
+    monkeypatch.setattr(transformers_logits, "find_spec", lambda name: None)
+    assert why_no_oracle(plain.llm, None) == "transformers is not installed"
+
+
+def test_model_that_transformers_refuses_is_left_out(
+    plain: CheckEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(llm: LLM) -> None:
+        raise ValueError("unknown model_type\nmore lines")
+
+    monkeypatch.setattr(transformers_logits, "why_no_oracle", lambda llm, free: None)
+    monkeypatch.setattr(transformers_logits, "load_oracle", refuse)
+    report = Report("quick")
+    assert run_oracle(plain, report) is None
+    assert (report.cases, report.failed) == (0, 0)
+    assert report.not_exercised() == {
+        "transformers cannot load the model (ValueError: unknown model_type)": [
+            "logits against transformers"
+        ]
+    }

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.check import Interrupted, run_logits
+from lockstep.check import Interrupted, run_check
 from lockstep.check.engines import CheckEngine
 from lockstep.check.judges.digests import digest
 from lockstep.check.matrix import logits, logits_setups
@@ -14,8 +14,7 @@ from lockstep.check.matrix.cases import Batch
 from lockstep.check.matrix.logits_setups import CHUNKS, SIZES, Size, batches, engines, make_cases
 from lockstep.check.matrix.setups import Setup
 from lockstep.check.oracle_drafter import OracleDrafter
-from lockstep.check.report.report import Report
-from lockstep.errors import ConfigError
+from lockstep.check.report.report import LOGITS_CASES, Report
 from tests.check.faulty import flip_last_logit_bit
 
 GRAPH_MODES = ("full", "piecewise", "none")
@@ -25,11 +24,11 @@ Check = Callable[..., Report]
 
 @pytest.fixture
 def check(model: str, monkeypatch: pytest.MonkeyPatch) -> Check:
-    """Return run_logits at a small size over the tiny model."""
+    """Return the section of logits at a small size over the tiny model."""
 
     def run(size: Size = SMALL) -> Report:
         monkeypatch.setitem(SIZES, "quick", size)
-        return run_logits("quick", model, load_format="dummy")
+        return run_check("quick", model, sections=("logits",), load_format="dummy")
 
     return run
 
@@ -49,8 +48,8 @@ def test_digest_depends_on_every_bit_of_its_row_only() -> None:
 def test_a_clean_engine_passes_and_exercises_what_it_varies(check: Check) -> None:
     report = check()
     assert report.failed == 0, report.verdict
-    assert "logits bit for bit" in report.verdict
-    assert report.cases == report.num_matrix_cases and not report.interrupted
+    assert "all equal to the plain run, bit for bit" in report.verdict
+    assert report.cases == report.planned[LOGITS_CASES] and not report.interrupted
     hits = report.cases - 4 * (1 + 2 + 7) - sum(t.cases for t in report.tallies if "ch" in t.batch)
     assert hits == 4 * 7, "each of four engines, the MTP one included, ran seven prefix hits"
     assert all(
@@ -61,7 +60,7 @@ def test_a_clean_engine_passes_and_exercises_what_it_varies(check: Check) -> Non
 
 @pytest.mark.gpu
 def test_the_bundled_model_in_every_graph_mode_on_a_gpu() -> None:
-    report = run_logits("quick", device="cuda")
+    report = run_check("quick", sections=("logits",), device="cuda")
     assert report.failed == 0, report.verdict
     assert {t.setup.graph for t in report.tallies} == set(GRAPH_MODES)
 
@@ -78,11 +77,15 @@ def test_an_interruption_keeps_the_engines_that_were_done(
 
     monkeypatch.setitem(SIZES, "quick", Size((1, 2), (0,), (), 0, 1, 300, 6))
     with pytest.raises(Interrupted) as ended:
-        run_logits("quick", model, progress, load_format="dummy")
+        run_check("quick", model, progress, sections=("logits",), load_format="dummy")
     report = ended.value.report
     assert report.interrupted and report.to_json()["interrupted"] is True
-    assert (report.failed, report.cases, report.num_matrix_cases) == (0, 1 + 2 + 7, 2 * (1 + 2 + 7))
-    assert report.verdict.startswith("Stopped early: 10 of 20 matrix cases were run. 10 case")
+    assert (report.failed, report.cases, report.planned[LOGITS_CASES]) == (
+        0,
+        1 + 2 + 7,
+        2 * (1 + 2 + 7),
+    )
+    assert report.verdict.startswith("Stopped early: 10 of 20 logits cases were run. 10 case")
     assert report.seconds > 0 and {t.setup.drafting for t in report.tallies} == {"none"}
 
 
@@ -131,7 +134,7 @@ def test_full_matrix_covers_all_settings() -> None:
     assert len(set(setups)) == len(setups)
     assert {s.k for s in setups if s.graph == "full" and s.drafter != "mtp"} == {*range(8), 15}
     assert {s.graph for s in setups} == set(GRAPH_MODES) and Setup(
-        "mtp", 3, "cold", "full"
+        "mtp", 3, "logits", "full"
     ) in setups
     cases = make_cases(1000, size.long, size.max_tokens)
     assert len(cases) == 20 and len({a.prompt[:5] for a in cases}) == 20
@@ -154,8 +157,3 @@ def test_settings_fit_all_rows() -> None:
             Setup("oracle", 7, "cold", "full"), size, 500
         )
         assert settings["max_num_seqs"] == max(size.num_rows)
-
-
-def test_unknown_size_is_refused(model: str) -> None:
-    with pytest.raises(ConfigError, match="size='huge'.*quick, default, full"):
-        run_logits("huge", model)

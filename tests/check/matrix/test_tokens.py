@@ -7,11 +7,13 @@ import pytest
 from torch import Tensor
 
 from lockstep.check import Interrupted, run_check
-from lockstep.check.engines import Comparison
+from lockstep.check.deadline import TIME_UP, Deadline
+from lockstep.check.engines import CheckEngine, Comparison
+from lockstep.check.judges.digests import LogitDigests
 from lockstep.check.matrix import setups, tokens
 from lockstep.check.matrix.setups import Setup
-from lockstep.check.report.report import Report
-from lockstep.errors import ConfigError
+from lockstep.check.report.report import MATRIX_CASES, Report
+from lockstep.check.run import STOPPED
 from lockstep.layers.mlp import GatedMLP
 from lockstep.models.decoder import Block
 from lockstep.scheduling.scheduler import Scheduler
@@ -29,7 +31,8 @@ def check(model: str, monkeypatch: pytest.MonkeyPatch) -> Check:
 
     def run(*setups: Setup) -> Report:
         monkeypatch.setattr(tokens, "setups", lambda size, drafters, graphs: list(setups))
-        return run_check("quick", model, load_format="dummy", skip_tokenizer_init=True)
+        options = {"load_format": "dummy", "skip_tokenizer_init": True}
+        return run_check("quick", model, sections=("tokens", "cache"), **options)
 
     return run
 
@@ -38,17 +41,16 @@ def check(model: str, monkeypatch: pytest.MonkeyPatch) -> Check:
 def test_clean_engine_passes_and_exercises_what_it_varies(check: Check) -> None:
     report = check(Setup("mtp", 3, "prefix hit", "none"), Setup("ngram", 2, "preempted", "none"))
     assert report.failed == 0, report.verdict
-    assert report.cases == report.num_matrix_cases == 2 * (8 + 7 + 5)
+    assert report.cases == report.planned[MATRIX_CASES] == 2 * (8 + 7 + 5)
     assert not report.interrupted
     assert all(report.exercised[n] > 0 for n in ("draft tokens", "cached tokens", "preemptions"))
 
 
 def test_coverage_includes_the_matrix(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.check.run.run_scenarios", lambda *rest: None)
-    monkeypatch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
     monkeypatch.setitem(setups.SIZES, "quick", FEW)
     report = check(Setup("ngram", 2, "cold", "none"))
-    missing = set(report.to_json()["not_exercised"])
+    missing = {part for parts in report.not_exercised().values() for part in parts}
     assert not {"drafter ngram", "parameter min_p", "op sample"} & missing
     assert "drafter mtp" in missing
 
@@ -121,7 +123,7 @@ def test_an_interruption_keeps_the_batches_that_were_done(
         check(Setup("none", 0, "cold", "none"), Setup("none", 0, "preempted", "none"))
     report = ended.value.report
     assert (report.interrupted, report.failed, report.cases) == (True, 0, 8 + 7)
-    assert "and 15 of 40 matrix cases were run. 15 cases, all equal" in report.verdict
+    assert "Stopped early: 15 of 40 matrix cases were run. 15 cases, all equal" in report.verdict
 
 
 def test_an_interruption_before_anything_was_compared(
@@ -130,12 +132,55 @@ def test_an_interruption_before_anything_was_compared(
     def interrupted(*settings: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lockstep.check.run.build_plain", interrupted)
+    monkeypatch.setattr("lockstep.check.checked_model.build_plain", interrupted)
     with pytest.raises(Interrupted) as ended:
         check(Setup("none", 0, "cold", "none"))
-    assert ended.value.report.verdict == "Stopped early. Nothing was compared."
+    report = ended.value.report
+    stopped = "Stopped early: 0 of 20 matrix cases were run. Nothing was compared."
+    assert report.verdict.startswith(stopped)
+    assert report.not_exercised()[STOPPED] == ["random scenarios", "matrix of tokens"]
 
 
-def test_unknown_size_is_refused(model: str) -> None:
-    with pytest.raises(ConfigError, match="size='huge'.*quick, default, full"):
-        run_check("huge", model)
+def test_requested_settings_have_an_engine_that_fills_its_rows(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's K and max_num_seqs; a step has as many rows."""
+    num_rows = []
+    run = Comparison.run
+
+    def counted(self: Comparison, engine: CheckEngine, *rest: Any) -> Any:
+        digests = LogitDigests()
+        with engine.observed(digests):
+            answers = run(self, engine, *rest)
+        num_rows.append(digests.max_rows)
+        return answers
+
+    monkeypatch.setattr(Comparison, "run", counted)
+    monkeypatch.setattr(tokens, "setups", lambda *rest: [])
+    monkeypatch.setitem(setups.SIZES, "quick", setups.Size(max_tokens=24, alone=1, companions=1))
+    drafting = {"method": "ngram", "num_speculative_tokens": 5}
+    settings = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": 11}
+    report = run_check(
+        "quick", model, sections=("tokens",), speculative_config=drafting, **settings
+    )
+    assert report.failed == 0, report.verdict
+    assert {t.setup for t in report.tallies} == {Setup("ngram", 5, "cold", "none", rows=11)}
+    assert report.cases == report.planned[MATRIX_CASES] == 1 + 7 + 2 + 11
+    assert max(num_rows) == 11
+
+
+def test_deadline_leaves_batches_out(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is up after the first batch of the first of two engines."""
+    run = Comparison.run
+
+    def last(self: Comparison, *rest: Any) -> Any:
+        monkeypatch.setattr(Deadline, "passed", property(lambda self: True))
+        return run(self, *rest)
+
+    monkeypatch.setitem(setups.SIZES, "quick", FEW)
+    monkeypatch.setattr(Comparison, "run", last)
+    report = check(Setup("none", 0, "cold", "none"), Setup("none", 0, "prefix hit", "none"))
+    assert (report.cases, report.failed) == (1, 0)
+    late = report.not_exercised()[TIME_UP]
+    assert late == ["10 of 11 outputs of tokens", "matrix of cache"]
+    assert "Not run: kernels, logits, sampling, cache, capture. In part: tokens." in report.verdict

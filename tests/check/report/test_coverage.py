@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from lockstep.check import SIZES, Report, run_check
-from lockstep.check.report.coverage import ALL_DRAFTERS, Coverage, engine_parameters
+from lockstep.check.report.coverage import (
+    ALL_DRAFTERS,
+    OPS_OF_FEATURES,
+    Coverage,
+    engine_parameters,
+)
 from lockstep.check.scenarios.examiner import Effort
 from lockstep.kernels.backends import all_ops, load
 from lockstep.sampling_params import SamplingParams
@@ -53,10 +58,9 @@ def calls() -> Iterator[Counter[tuple[str, str]]]:
 def report(model: str, calls: Counter[tuple[str, str]]) -> Report:
     """Return the report of the quick check's scenarios; test_distributions.py tests sampling."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lockstep.check.run.run_matrix", lambda *rest: None)
-        patch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
-        effort = Effort(SIZES["quick"].scenarios)
-        return run_check("quick", model, seed=3, effort=effort, load_format="dummy")
+        patch.setattr("lockstep.check.matrix.tokens.TokenMatrix.run", lambda *rest: None)
+        settings = {"effort": Effort(SIZES["quick"].scenarios), "load_format": "dummy"}
+        return run_check("quick", model, seed=3, sections=("tokens",), **settings)
 
 
 @pytest.mark.slow
@@ -87,12 +91,13 @@ def test_every_backend_that_serves_here_is_called(
             assert not called
             continue
         assert report.coverage.backends[name] & called, name
-    called = {f"{name} by {kind}" for name, kind in calls if calls[name, kind]}
-    for lack in (lack for lack in report.coverage.missing() if " by " in lack):
-        backend, _, why = lack.partition(": ")
-        assert backend not in called
+    for lack, why in report.coverage.missing():
         assert why != ""
-        if not backend.endswith(" by reference"):
+        if not lack.startswith("backend "):
+            continue
+        backend, _, ops = lack.removeprefix("backend ").partition(" of ")
+        assert not any(calls[name, backend] for name in ops.split(", "))
+        if backend not in ("reference", "cpu"):
             assert why != "another backend is preferred", "it needs a GPU"
 
 
@@ -108,13 +113,28 @@ def test_every_parameter_is_used(report: Report) -> None:
     assert report.coverage is not None and report.coverage.parameters >= engine_parameters()
 
 
-def test_missing_coverage_is_named() -> None:
-    coverage = Coverage()
-    missing = coverage.missing()
-    assert {"drafter mtp", "parameter top_k", "op sample", "op gated_delta_step"} <= set(missing)
+def test_missing_coverage_is_named_with_its_reason() -> None:
+    coverage = Coverage(refused_drafters={"mtp": "no MTP module"})
+    missing = dict(coverage.missing())
+    assert missing["drafter mtp"] == "no MTP module"
+    assert missing["drafter ngram"] == "no engine of this run had it"
+    assert missing["op route"] == "no engine of this run needed it"
+    assert {"parameter top_k", "op sample", "op gated_delta_step"} <= set(missing)
     coverage.record_params(SamplingParams(top_k=random.randrange(1, 9)))
     assert coverage.parameters == {"top_k"}
-    assert "parameter top_k" not in coverage.missing()
-    coverage.backends["sample"] = {"triton"}
-    coverage.refused["sample"] = {}
-    assert "sample by reference: another backend is preferred" in coverage.missing()
+    assert "parameter top_k" not in dict(coverage.missing())
+    coverage.record_kernel("sample", "triton")
+    coverage.record_kernel("rms_norm", "triton")
+    missing = dict(coverage.missing())
+    assert missing["backend reference of rms_norm, sample"] == "another backend is preferred"
+    assert "op sample" not in missing
+
+
+def test_feature_is_missing_only_where_an_engine_ran() -> None:
+    coverage = Coverage(has_engine=True)
+    assert dict(coverage.missing())["op route"] == "no model of this run has experts"
+
+
+def test_features_of_ops_are_known() -> None:
+    named = {op for ops in OPS_OF_FEATURES.values() for op in ops}
+    assert named <= set(all_ops())

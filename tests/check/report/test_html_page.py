@@ -88,8 +88,7 @@ def test_differences_are_listed_and_bounded() -> None:
 def test_interruption_is_reported(failures: int, title: str) -> None:
     ended = report(failures)
     ended.interrupted = True
-    ended.num_scenarios = 60
-    ended.num_matrix_cases = 429
+    ended.planned = {"matrix cases": 429, "scenarios": 60}
     text = read(page(ended, ["lockstep"]))
     assert title in text and "All outputs equal" not in text
     assert "Stopped early: 40 of 60 scenarios and 120 of 429 matrix cases were run." in text

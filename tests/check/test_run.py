@@ -1,0 +1,75 @@
+"""Parts of a check run in order, within their time and memory, or are left out with the reason."""
+
+from typing import Any
+
+import pytest
+
+from lockstep.check import Shard, run_check
+from lockstep.check.checked_model import CheckedModel
+from lockstep.check.deadline import TIME_UP
+from lockstep.check.report.report import Report
+from lockstep.check.run import OTHER_SHARD
+from lockstep.check.scenarios.examiner import Effort
+from lockstep.errors import CapacityError, ConfigError
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return the settings of a tiny model, whose judges and engines only record their names."""
+    monkeypatch.setattr("lockstep.check.run.run_kernels", lambda *rest: None)
+    monkeypatch.setattr("lockstep.check.run.run_logits", lambda *rest: None)
+    return {"load_format": "dummy", "device": "cpu"}
+
+
+def test_model_that_fits_once_is_left_out_of_comparisons(
+    model: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.check.checked_model.free_memory", lambda: 1)
+    report = run_check("quick", model, **settings)
+    reasons = report.not_exercised()
+    (reason,) = (reason for reason in reasons if reason.startswith("a second engine of the model"))
+    assert reasons[reason] == [
+        *("tests of distributions", "random scenarios", "matrix of tokens", "matrix of cache")
+    ]
+    states = {section.name: section.state for section in report.sections}
+    assert set(states.values()) == {"not run"}
+    assert report.verdict.startswith("Nothing was compared. Not run: ")
+
+
+def test_model_that_does_not_fit_is_left_out(
+    model: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*rest: Any) -> None:
+        raise CapacityError("the weights need 9 GiB")
+
+    monkeypatch.setattr("lockstep.check.checked_model.build_plain", refuse)
+    report = run_check("quick", model, sections=("sampling", "cache"), **settings)
+    parts = report.not_exercised()["the weights need 9 GiB"]
+    assert parts == ["tests of distributions", "matrix of cache"]
+
+
+def test_no_time_leaves_everything_out(model: str, settings: dict[str, Any]) -> None:
+    report = run_check("quick", model, seconds=0.0, **settings)
+    assert report.cases == 0 and len(report.not_exercised()[TIME_UP]) == 7
+    assert report.not_exercised()[TIME_UP][-1] == "random scenarios", "it takes the time left"
+
+
+def test_first_shard_alone_has_what_is_not_divided(model: str, settings: dict[str, Any]) -> None:
+    effort = Effort(1, shard=Shard(2, 3))
+    report = run_check("quick", model, effort=effort, sections=("kernels", "sampling"), **settings)
+    assert report.not_exercised()[OTHER_SHARD] == ["kernels", "tests of distributions"]
+
+
+def test_unknown_size_is_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match="size='huge'.*quick, default, full"):
+        run_check("huge", model)
+
+
+def test_auto_drafting_is_that_of_a_server(model: str) -> None:
+    """Kernels are those of the checkpoint's own drafter; engines of the check choose theirs."""
+    settings = {"load_format": "dummy", "speculative_config": "auto", "max_num_seqs": 5}
+    checked = CheckedModel(model, settings, Report("quick"), lambda *rest: None)
+    assert checked.config.speculative_config is not None
+    assert checked.config.speculative_config.method == "mtp"
+    assert checked.settings == {"load_format": "dummy", "speculative_config": None}
+    assert (checked.rows, checked.drafting, checked.graphs[-1]) == (5, None, "none")
