@@ -82,7 +82,7 @@ def run_logits(
     # Its memory is needed for the first engine of the matrix.
     del plain
     for done, (setup, engine_batches) in enumerate(engine_runs):
-        if deadline.passed:
+        if done and deadline.passed:
             break
         progress(f"logits: {setup.drafting}, graph {setup.graph}", done, len(engine_runs))
         known = [b for b in engine_batches if all(case.name in expected for case in b.cases)]
@@ -122,9 +122,9 @@ def _run_engine(
         if setup.drafter == oracle_drafter.NAME:
             engine.set_texts(texts)
         for batch in engine_batches:
+            _run_batch(engine, setup, batch, comparison)
             if deadline.passed:
                 return
-            _run_batch(engine, setup, batch, comparison)
     except Exception as error:  # an engine that breaks has not given the plain answer
         comparison.report.fail(setup, "all", f"raised {type(error).__name__}: {error}")
         seconds = round(time.monotonic() - started, 2)
