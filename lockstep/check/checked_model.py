@@ -97,7 +97,7 @@ class CheckedModel:
         )
 
     def examiner(self) -> Examiner:
-        """Return an examiner of scenarios, which holds an engine as long as it exists."""
+        """Return an examiner of scenarios, which keeps its last engine."""
         return Examiner(self.runs, self.build)
 
     def build(self, kind: Kind) -> CheckEngine:

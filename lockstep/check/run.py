@@ -117,24 +117,18 @@ def _parts(checked: CheckedModel, effort: Effort) -> list[Part]:
     """Return all parts of a check, in the order of their runs."""
     report, progress = checked.report, checked.progress
 
-    def kernels(deadline: Deadline) -> None:
-        run_kernels(checked.config, checked.device, report, progress, deadline)
-
-    def logits(deadline: Deadline) -> None:
-        named = (checked.checkpoint, report, checked.name, checked.settings)
-        run_logits(*named, progress, deadline)
-
     def oracle(deadline: Deadline) -> None:
         transformers_logits.run_oracle(checked.plain, report, progress, deadline)
 
     def sampling(deadline: Deadline) -> None:
-        num_samples = SIZES[report.size].num_samples
-        options = (num_samples, report, effort.fail_fast, progress)
-        run_sampling(checked.runs, checked.build, *options, deadline)
+        samples = SIZES[report.size].num_samples
+        run_sampling(
+            checked.runs, checked.build, samples, report, effort.fail_fast, progress, deadline
+        )
 
     return [
-        Part(KERNELS, "kernels", 3, kernels, compares=False, divided=False),
-        Part(LOGITS, "logits of other batches", 3, logits, compares=False),
+        Part(KERNELS, "kernels", 3, partial(run_kernels, checked), compares=False, divided=False),
+        Part(LOGITS, "logits of other batches", 3, partial(run_logits, checked), compares=False),
         Part(LOGITS, transformers_logits.PART, 1, oracle, compares=False, divided=False),
         Part(SAMPLING, "tests of distributions", 1, sampling, divided=False),
         Part(TOKENS, "random scenarios", 4, partial(_scenarios, checked, effort), fills=True),

@@ -2,36 +2,31 @@
 
 import math
 
+from lockstep.check.checked_model import CheckedModel
 from lockstep.check.deadline import NO_DEADLINE, TIME_UP, Deadline
 from lockstep.check.drafters import NO_DRAFTER
 from lockstep.check.matrix.setups import KERNEL, Setup
-from lockstep.check.report.progress import Progress
 from lockstep.check.report.report import Report, Tally
 from lockstep.check.sections import KERNELS
-from lockstep.config import EngineConfig
 from lockstep.doctor.kernels import Doctor, KernelReport
 from lockstep.doctor.needs import kernels_of
 
 SETUP = Setup(NO_DRAFTER, 0, KERNEL, "none")
 
 
-def run_kernels(
-    config: EngineConfig,
-    device: str,
-    report: Report,
-    progress: Progress,
-    deadline: Deadline = NO_DEADLINE,
-) -> None:
+def run_kernels(checked: CheckedModel, deadline: Deadline = NO_DEADLINE) -> None:
     """Examine every kernel in a child process, and add the results to the report.
 
     Nothing is kept for servers: that is left to `lockstep doctor`.
     """
-    doctor = Doctor(device, save=False, deadline=math.inf if deadline.at is None else deadline.at)
+    at = math.inf if deadline.at is None else deadline.at
+    doctor = Doctor(checked.device, save=False, deadline=at)
 
     def show(what: str, done: int, total: int) -> None:
-        progress(f"kernels: {what}", done, total)
+        checked.progress(f"kernels: {what}", done, total)
 
-    add_kernels(doctor.examine(kernels_of(config, device), show), report)
+    needs = kernels_of(checked.config, checked.device)
+    add_kernels(doctor.examine(needs, show), checked.report)
 
 
 def add_kernels(kernels: KernelReport, report: Report) -> None:

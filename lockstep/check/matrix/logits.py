@@ -9,11 +9,11 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from lockstep.check import oracle_drafter
+from lockstep.check.checked_model import CheckedModel
 from lockstep.check.deadline import NO_DEADLINE, TIME_UP, Deadline
-from lockstep.check.drafters import requested_drafter, settings_with
+from lockstep.check.drafters import settings_with
 from lockstep.check.engines import CheckEngine, Comparison, build
 from lockstep.check.judges.answers import ACCEPTED, CACHED, DRAFTED, Answer, count_events
 from lockstep.check.judges.digests import LogitDigests
@@ -21,30 +21,20 @@ from lockstep.check.matrix.cases import Batch, Case, prefixes_to_cache
 from lockstep.check.matrix.logits_setups import SIZES, batches, engines, make_cases
 from lockstep.check.matrix.logits_setups import settings as engine_settings
 from lockstep.check.matrix.setups import LOGITS, PLAIN, Setup
-from lockstep.check.report.progress import Progress, no_progress
-from lockstep.check.report.report import LOGITS_CASES, Report, Tally
-from lockstep.models.checkpoint import Checkpoint
+from lockstep.check.report.report import LOGITS_CASES, Tally
 from lockstep.spec import own_drafter
 from lockstep.spec.config import AUTO_DRAFTS
 
 
-def run_logits(
-    checkpoint: Checkpoint,
-    report: Report,
-    model: str | None,
-    settings: dict[str, Any],
-    progress: Progress = no_progress,
-    deadline: Deadline = NO_DEADLINE,
-) -> None:
+def run_logits(checked: CheckedModel, deadline: Deadline = NO_DEADLINE) -> None:
     """Run the report's shard of the logits check of its size, and add the results to the report.
 
-    settings: LLM arguments for all engines. The drafter of a speculative_config among them replaces
-    the one in the checkpoint.
-
-    Raises what LLM raises. Differences are in the report, not raised.
+    The user's drafter replaces the one in the checkpoint. Raises what LLM raises. Differences are
+    in the report, not raised.
     """
+    report = checked.report
     size = SIZES[report.size]
-    raw = checkpoint.raw
+    raw = checked.checkpoint.raw
     max_context = raw.get("text_config", raw).get("max_position_embeddings", size.long)
     long = min(size.long, max_context - size.max_tokens)
 
@@ -52,9 +42,10 @@ def run_logits(
         # Objects of an engine refer to each other: only a collection frees its memory.
         gc.collect()
         arguments = {**engine_settings(setup, size, long), "skip_tokenizer_init": True}
-        return build(model, settings_with(arguments, settings), setup.hooks())
+        settings = settings_with(arguments, checked.settings)
+        return build(checked.name, settings, setup.hooks())
 
-    progress("logits: plain outputs", 0, 0)
+    checked.progress("logits: plain outputs", 0, 0)
     plain = build_setup(PLAIN)
     cases = make_cases(plain.engine.vocab_size, long, size.max_tokens)
     expected: dict[str, Answer] = {}
@@ -70,9 +61,7 @@ def run_logits(
     )
     engine_runs = [
         (setup, list(batches(cases, size, index)))
-        for index, setup in enumerate(
-            engines(size, plain.graph_modes, *_drafting(checkpoint, settings))
-        )
+        for index, setup in enumerate(engines(size, plain.graph_modes, *_drafting(checked)))
         if report.shard.has(index)
     ]
     report.planned[LOGITS_CASES] = sum(
@@ -82,9 +71,9 @@ def run_logits(
     # Its memory is needed for the first engine of the matrix.
     del plain
     for done, (setup, engine_batches) in enumerate(engine_runs):
-        if deadline.passed:
+        if done and deadline.passed:
             break
-        progress(f"logits: {setup.drafting}, graph {setup.graph}", done, len(engine_runs))
+        checked.progress(f"logits: {setup.drafting}, graph {setup.graph}", done, len(engine_runs))
         known = [b for b in engine_batches if all(case.name in expected for case in b.cases)]
         _run_engine(partial(build_setup, setup), setup, known, comparison, texts, deadline)
     gc.collect()
@@ -94,11 +83,11 @@ def run_logits(
         report.omit(LOGITS, missing, TIME_UP)
 
 
-def _drafting(checkpoint: Checkpoint, settings: dict[str, Any]) -> tuple[str | None, int]:
+def _drafting(checked: CheckedModel) -> tuple[str | None, int]:
     """Return the drafter and K of one more engine: the user's, or the checkpoint's own."""
-    requested = requested_drafter(settings)
+    requested = checked.drafting
     if requested is None:
-        return own_drafter(checkpoint), AUTO_DRAFTS
+        return own_drafter(checked.checkpoint), AUTO_DRAFTS
     return requested["method"], requested.get("num_speculative_tokens", AUTO_DRAFTS)
 
 
@@ -122,9 +111,9 @@ def _run_engine(
         if setup.drafter == oracle_drafter.NAME:
             engine.set_texts(texts)
         for batch in engine_batches:
+            _run_batch(engine, setup, batch, comparison)
             if deadline.passed:
                 return
-            _run_batch(engine, setup, batch, comparison)
     except Exception as error:  # an engine that breaks has not given the plain answer
         comparison.report.fail(setup, "all", f"raised {type(error).__name__}: {error}")
         seconds = round(time.monotonic() - started, 2)

@@ -86,7 +86,7 @@ class TokenMatrix:
         compared = comparison.compared
         runs = [(setup, batches(self.cases, size, index, setup.rows)) for index, setup in engines]
         for done, (setup, engine_batches) in enumerate(runs):
-            if deadline.passed:
+            if done and deadline.passed:
                 break
             checked.progress(f"{section}: {setup.drafting}, {setup.phase}", done, len(engines))
             _run_engine(setup, engine_batches, comparison, checked, deadline)
@@ -166,15 +166,15 @@ def _run_batches(
     comparison: Comparison,
     deadline: Deadline,
 ) -> None:
-    """Run every batch of an engine, or those that begin in time."""
+    """Run the first batch of an engine, and those that begin in time."""
     if setup.phase == PREFIX_HIT:
         engine.cache(prefixes_to_cache(tuple(case for batch in runs for case in batch.cases)))
     answers: list[Answer] = []
     for batch in runs:
-        if deadline.passed:
+        answers += comparison.run(engine, setup, batch)
+        if deadline.passed and batch is not runs[-1]:
             # The events that a phase requires may be those of the batches that are left.
             return
-        answers += comparison.run(engine, setup, batch)
     for name in _missing_events(setup, count_events(answers)):
         comparison.report.fail(setup, "all", f"the run had no {name}")
 
