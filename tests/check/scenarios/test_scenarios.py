@@ -27,6 +27,7 @@ from lockstep.check import (
 from lockstep.check.engines import CheckEngine, build, build_plain
 from lockstep.check.judges.plain_runs import PlainRuns
 from lockstep.check.random_adapters import RandomAdapters
+from lockstep.check.report.report import SCENARIOS
 from lockstep.check.scenarios.driver import FAILED_STEPS, OTHER_ROWS, REUSED_IDS
 from lockstep.check.scenarios.examiner import Examiner
 from lockstep.check.scenarios.generator import ScenarioGenerator
@@ -141,9 +142,9 @@ def test_fault_is_shrunk_written_and_replayed(
     model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     flip_last_logit_bit(monkeypatch)
-    monkeypatch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
     effort = Effort(scenarios=3, minimise=600.0, folder=tmp_path, fail_fast=True)
-    report = run_check("quick", model, seed=3, effort=effort, load_format="dummy")
+    options: Any = {"seed": 3, "sections": ("tokens",), "load_format": "dummy"}
+    report = run_check("quick", model, effort=effort, **options)
     (failure,) = report.failures
     assert failure.setup.phase == "scenario" and failure.what == "the bits of the logits differ"
     assert failure.file is not None and f"--replay {failure.file}" in report.verdict
@@ -170,10 +171,10 @@ def test_difference_survives_interrupted_shrinking(
         raise KeyboardInterrupt
 
     flip_last_logit_bit(monkeypatch)
-    monkeypatch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
     monkeypatch.setattr("lockstep.check.scenarios.examiner.minimise", interrupted)
+    options: Any = {"seed": 3, "sections": ("tokens",), "load_format": "dummy"}
     with pytest.raises(Interrupted) as ended:
-        run_check("quick", model, seed=3, effort=Effort(3, folder=tmp_path), load_format="dummy")
+        run_check("quick", model, effort=Effort(3, folder=tmp_path), **options)
     report = ended.value.report
     (failure,) = report.failures
     assert failure.what == "the bits of the logits differ" and failure.where is None
@@ -266,10 +267,13 @@ def test_command_replays_a_scenario(model: str, tmp_path: Path) -> None:
 def test_time_limit_replaces_the_number_of_scenarios(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.check.run.run_matrix", lambda *rest: None)
+    monkeypatch.setattr("lockstep.check.run._matrix_parts", lambda *rest: ())
     monkeypatch.setitem(SIZES, "quick", replace(SIZES["quick"], num_samples=16))
     effort = Effort(scenarios=0, seconds=0.5)
-    report = run_check("quick", model, seed=7, effort=effort, load_format="dummy")
+    sections = ("tokens", "sampling")
+    report = run_check(
+        "quick", model, seed=7, effort=effort, sections=sections, load_format="dummy"
+    )
     assert report.failed == 0 and report.tallies and report.seed == 7
     assert {t.setup.phase for t in report.tallies} == {"scenario", "sampling"}
 
@@ -279,14 +283,14 @@ def test_shards_cover_every_scenario_once(model: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         "lockstep.check.run.ScenarioGenerator.scenario", lambda self, index: SCENARIO
     )
-    monkeypatch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
     monkeypatch.setattr("lockstep.check.matrix.tokens._run_engine", ran := Mock())
     batches = []
     for index in (1, 2, 3):
         effort = Effort(scenarios=6, shard=Shard(index, 3))
-        report = run_check("quick", model, effort=effort, load_format="dummy")
+        options: Any = {"sections": ("tokens",), "load_format": "dummy"}
+        report = run_check("quick", model, effort=effort, **options)
         batches += [tally.batch for tally in report.tallies]
-        assert report.num_scenarios == len(report.tallies) == 2
+        assert report.planned[SCENARIOS] == len(report.tallies) == 2
         assert report.to_json()["shard"] == f"{index}/3"
     assert sorted(batches) == sorted(f"scenario {index}" for index in range(6))
     engines = [call.args[0] for call in ran.call_args_list]
