@@ -287,7 +287,7 @@ def test_shards_cover_every_scenario_once(model: str, monkeypatch: pytest.Monkey
     batches = []
     for index in (1, 2, 3):
         effort = Effort(scenarios=6, shard=Shard(index, 3))
-        options: Any = {"sections": ("tokens",), "load_format": "dummy"}
+        options: Any = {"sections": ("tokens", "cache"), "load_format": "dummy"}
         report = run_check("quick", model, effort=effort, **options)
         batches += [tally.batch for tally in report.tallies]
         assert report.planned[SCENARIOS] == len(report.tallies) == 2
