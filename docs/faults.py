@@ -43,6 +43,12 @@ def read_results() -> Results:
     return json.loads(RESULTS.read_text(encoding="utf-8"))["faults"]
 
 
+def read_runs() -> list[str]:
+    """Return when and where the stored results were measured."""
+    runs = json.loads(RESULTS.read_text(encoding="utf-8"))["runs"]
+    return [f"{r['date']}, {r['machine']}, torch {r['torch']}, seed {r['seed']}" for r in runs]
+
+
 def merge(paths: Iterable[Path]) -> None:
     """Store the results of files. Results of commands that did not run are left out."""
     stored = json.loads(RESULTS.read_text(encoding="utf-8"))
@@ -99,8 +105,9 @@ def tables(name: str) -> dict[str, list[str]]:
     """Return the lines of each table of a page, by the mark around it."""
     results = read_results()
     if name == "conformance.md":
+        runs = ["", f"Runs: {'; '.join(read_runs()) or 'none yet'}."]
         failures = list(fault_table(FAILURES, results))
-        return {"summary": list(summary_table(results)), FAILURES: failures}
+        return {"summary": [*summary_table(results), *runs], FAILURES: failures}
     others = [group for group in groups() if group not in (KNOWN, FAILURES)]
     sections = [(f"### `{group}`", "", *fault_table(group, results), "") for group in others]
     return {"groups": [line for section in sections for line in section]}

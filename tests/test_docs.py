@@ -321,6 +321,7 @@ def test_results_of_faults_are_merged(tmp_path: Path, monkeypatch: pytest.Monkey
         entry = {"name": fault.name, "commands": commands}
         (tmp_path / f"{part}.json").write_text(json.dumps(run | {"faults": [entry]}))
     faults.merge([tmp_path / "0.json", tmp_path / "1.json"])
+    assert faults.read_runs() == ["2026-11-29, 16 cores, torch 2.11.0, seed 0"]
     _, _, row, *_ = faults.fault_table(faults.FAILURES, faults.read_results())
     assert f"| {fault.name} | missed | 8 s | not run | not run |" in row
     summary = list(faults.summary_table(faults.read_results()))
