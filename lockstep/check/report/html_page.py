@@ -114,7 +114,7 @@ def _section(name: str, body: str) -> str:
 
 def _figures(report: Report) -> str:
     """Return the section of event counters."""
-    shown = {"outputs and tests": report.cases, "differences": report.failed, **report.exercised}
+    shown = {"cases": report.cases, "differences": report.failed, **report.exercised}
     boxes = (f"<div><b>{n:,}</b><span>{escape(name)}</span></div>" for name, n in shown.items())
     return _section("Exercised", f'<div class="figures">{"".join(boxes)}</div>')
 
