@@ -65,7 +65,7 @@ test-clients: install
 
 # Replicas on a local Ray, which the default installation leaves out: 80 MB to download.
 test-replicas: install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[ray]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[ray,kv-events]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow --durations=5 tests/replicas
 
 # vllm-router and smg in front of two servers of the bundled model: 4 minutes on two cores.

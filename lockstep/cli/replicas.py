@@ -1,5 +1,6 @@
 """Start of several replicas for lockstep serve."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from lockstep.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
     from lockstep.config import EngineConfig
+    from lockstep.engine.kv_publisher import KVEventPublisher
     from lockstep.replicas.ray_fleet import FleetSettings
     from lockstep.replicas.transport import ReplicaTransport
     from lockstep.text.processor import Processor
@@ -47,9 +49,12 @@ def replica_range(server: ServerSettings) -> tuple[int, int]:
 
 
 def load_replicas(
-    settings: dict[str, Any], server: ServerSettings
+    settings: dict[str, Any], server: ServerSettings, publishers: "Sequence[KVEventPublisher]" = ()
 ) -> "tuple[ReplicaTransport, Processor, Facts, Any]":
-    """Start the replicas, and load the tokenizer here. Raises ConfigError without Ray."""
+    """Start the replicas, and load the tokenizer here. Raises ConfigError without Ray.
+
+    publishers: publish the events of cached blocks, one for each replica.
+    """
     from lockstep.engine_args import EngineArgs
     from lockstep.llm import processor_of
     from lockstep.replicas.transport import ReplicaTransport
@@ -79,7 +84,7 @@ def load_replicas(
     except BaseException:
         fleet.stop()
         raise
-    transport = ReplicaTransport(fleet, numerics, server.allow_other_numerics)
+    transport = ReplicaTransport(fleet, numerics, server.allow_other_numerics, publishers)
     return transport, processor, facts, rates
 
 
@@ -92,12 +97,6 @@ def fleet_settings(server: ServerSettings, config: "EngineConfig") -> "FleetSett
         raise ConfigError(
             f"nnodes={config.nnodes} is not allowed with replicas; allowed: 1, since the ranks of "
             "a replica share a node. Leave --nnodes out, or start one server."
-        )
-    if config.kv_events_config is not None and config.kv_events_config.is_on:
-        raise ConfigError(
-            "kv_events_config is not allowed with replicas, since this server routes by prefix "
-            "itself; allowed: with one engine. Leave it out, or start one server per engine behind "
-            "the gateway."
         )
     minimum, maximum = replica_range(server)
     target = server.target_ongoing_requests or config.max_num_seqs

@@ -19,6 +19,7 @@ from lockstep.settings import read_named, why_unread
 
 if TYPE_CHECKING:
     from lockstep.engine.async_engine import Transport
+    from lockstep.engine.kv_publisher import KVEventPublisher
     from lockstep.serve.app import CrossOrigin
     from lockstep.serve.http.access import AccessRules
     from lockstep.serve.journal.journal import Journal
@@ -162,11 +163,15 @@ def _run(
         note(f"--{name} has no effect with --uds.", "yellow")
     if not (options.rules.keys or address.uds or is_loopback(address.host)):
         note(f"host={address.host} is open to the network, without a key: set --api-key.", "yellow")
-    publisher = None
+    max_replicas = replica_range(server)[1]
+    publishers: list[KVEventPublisher] = []
     try:
-        publisher = open_publisher(read_kv_events(settings["kv_events_config"]))
+        events = read_kv_events(settings["kv_events_config"])
+        for rank in range(max_replicas):
+            if (publisher := open_publisher(events, rank)) is not None:
+                publishers.append(publisher)
         if replicated:
-            loaded: LoadedEngine = load_replicas(settings, server)
+            loaded: LoadedEngine = load_replicas(settings, server, publishers)
         elif server.disable_frontend_multiprocessing:
             loaded = _load_in_thread(settings)
         else:
@@ -174,16 +179,16 @@ def _run(
     except BaseException:
         # Also after Ctrl-C: nothing else would close the sockets.
         listener.close()
-        if publisher is not None:
+        for publisher in publishers:
             publisher.close()
         raise
     transport, processor, facts, rates = loaded
-    max_replicas = replica_range(server)[1]
     limits = replace(options.limits, max_running=facts.plan.max_num_seqs * max_replicas)
     options = replace(options, limits=limits, replacements=facts.replacements, journal=journal)
-    if publisher is not None:
+    for publisher in publishers:
         publisher.start(BlockFormat.of(facts.plan))
-    client = AsyncEngine(transport, publisher=publisher)
+    # The transport to replicas publishes the events of each.
+    client = AsyncEngine(transport, publisher=None if replicated else next(iter(publishers), None))
     client.start()
     try:
         if journal is not None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from lockstep.engine.async_engine import Loss, Receiver, Transport
 from lockstep.engine.engine_loop import Delivery
-from lockstep.engine.messages import Began, Compiled, Heartbeat, Updates
+from lockstep.engine.messages import Began, ChangedBlocks, Compiled, Heartbeat, Updates
 from lockstep.errors import EngineDeadError
 from lockstep.replicas.messages import (
     Call,
@@ -108,6 +108,7 @@ class ReplicaHost:
                 lambda ids: self._name_calls(ids, Began),
                 self._lose,
                 self._close,
+                lambda events: self._post_to_all(ChangedBlocks(events)),
                 compiled=lambda ids: self._name_calls(ids, Compiled),
             )
         )
@@ -123,7 +124,7 @@ class ReplicaHost:
             raise EngineDeadError(f"the engine has stopped: {self._fault}.")
 
     async def run(self, call: Call) -> AsyncIterator[OtherNumerics]:
-        """Run a call until it ends; cancel it to abort. Yield OtherNumerics to refuse it.
+        """Run a call to its end; cancel it to abort. Yield OtherNumerics to refuse it.
 
         Raises EngineDeadError where the engine has ended, or nobody reads the client's reports.
         """
@@ -191,6 +192,15 @@ class ReplicaHost:
 
         self._loop.call_soon_threadsafe(put, list(reports))
 
+    def _post_to_all(self, report: ReplicaReport) -> None:
+        """Queue a report for all clients, from any thread."""
+
+        def put() -> None:
+            for outbox in self._outboxes.values():
+                outbox.put(report)
+
+        self._loop.call_soon_threadsafe(put)
+
     def _deliver(self, updates: Sequence[Delivery]) -> None:
         """Report the updates of a step to the clients of its calls."""
         by_client: dict[str, list[Delivery]] = {}
@@ -239,13 +249,7 @@ class ReplicaHost:
         self._report_loss(why, calls)
 
     def _report_loss(self, why: str, calls: Sequence[_OpenCall]) -> None:
-        report = Restarting(why)
-
-        def post_to_all() -> None:
-            for outbox in self._outboxes.values():
-                outbox.put(report)
-
-        self._loop.call_soon_threadsafe(post_to_all)
+        self._post_to_all(Restarting(why))
         self._end(calls)
 
     def _end(self, calls: Sequence[_OpenCall]) -> None:

@@ -5,7 +5,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.cache.groups import CacheSeq, salt_of
-from lockstep.engine.messages import Began, Compiled, EngineRequest, Heartbeat, Updates
+from lockstep.engine.messages import (
+    Began,
+    ChangedBlocks,
+    Compiled,
+    EngineRequest,
+    Heartbeat,
+    Updates,
+)
 from lockstep.step import PAGE_SIZE
 
 
@@ -82,5 +89,5 @@ class OtherNumerics:
     numerics: str
 
 
-ReplicaReport = Hello | Updates | Began | Compiled | Heartbeat | Restarting
+ReplicaReport = Hello | Updates | Began | Compiled | ChangedBlocks | Heartbeat | Restarting
 """Report of a replica to one client. Updates, Began and Compiled name calls by their tags."""

@@ -10,9 +10,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from uuid import uuid4
 
+from lockstep.cache.block_log import BlockEvent, BlocksCleared
 from lockstep.engine.async_engine import SHUT_DOWN, Receiver
 from lockstep.engine.engine_loop import Delivery
-from lockstep.engine.messages import Began, Compiled, EngineRequest, Heartbeat, Submit, Updates
+from lockstep.engine.kv_publisher import KVEventPublisher
+from lockstep.engine.messages import (
+    Began,
+    ChangedBlocks,
+    Compiled,
+    EngineRequest,
+    Heartbeat,
+    Submit,
+    Updates,
+)
 from lockstep.engine.stats import Stats
 from lockstep.errors import NumericsError
 from lockstep.replicas.messages import (
@@ -86,9 +96,12 @@ class _Progress:
 
 @dataclass
 class _Member:
-    """Replica that is present. stats: since its start. last_report: time.monotonic()."""
+    """Replica that is present. stats: since its start. last_report: time.monotonic(). publisher: of
+    its cached blocks; None without events, or where all publishers are in use.
+    """
 
     reports: "asyncio.Task[None]"
+    publisher: KVEventPublisher | None = None
     numerics: str = ""
     stats: Stats = field(default_factory=Stats)
     busy_for: float = 0.0
@@ -101,15 +114,24 @@ class ReplicaTransport:
     A replica that dies or leaves hands its requests to others: the AsyncEngine submits them again
     with the tokens that their clients have. A request goes on only where the numerics are those of
     its tokens. All other requests go to replicas with the numerics `numerics`, that of the answers'
-    system_fingerprint. allow_other_numerics: both may go to any replica.
+    system_fingerprint. allow_other_numerics: both may go to any replica. publishers: publish the
+    events of cached blocks, each those of one replica at a time; they have been started, and stop()
+    closes them.
     """
 
-    def __init__(self, fleet: Fleet, numerics: str, allow_other_numerics: bool = False) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        numerics: str,
+        allow_other_numerics: bool = False,
+        publishers: Sequence[KVEventPublisher] = (),
+    ) -> None:
         self.router = ReplicaRouter()
         self.client_id = uuid4().hex[:12]
         self.moved_total: Counter[str] = Counter()
         self._fleet = fleet
         self._allow_other_numerics = allow_other_numerics
+        self._publishers = publishers
         self._numerics = "" if allow_other_numerics else numerics
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -153,6 +175,8 @@ class ReplicaTransport:
         self._fleet.stop()
         self._post(self._loop.stop)
         self._thread.join()
+        for publisher in self._publishers:
+            publisher.close()
         self._receiver.ended(SHUT_DOWN, False)
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -174,7 +198,11 @@ class ReplicaTransport:
             total = total_of([self._past, *members])
             for stats in (self._past, *members):
                 stats.drain()
-        return total
+        return replace(
+            total,
+            kv_event_batches_total=sum(one.num_batches for one in self._publishers),
+            kv_event_batches_dropped_total=sum(one.num_dropped for one in self._publishers),
+        )
 
     def restart_replicas(self) -> None:
         """Begin a rolling restart: replicas are replaced one after the other, and drained."""
@@ -351,11 +379,27 @@ class ReplicaTransport:
         for replica_id in added:
             reports = self._loop.create_task(self._listen(replica_id))
             with self._counting:
-                self._members[replica_id] = _Member(reports)
+                self._members[replica_id] = _Member(reports, self._free_publisher())
             log.info("replica %s is present", replica_id)
         for replica_id in removed:
             if replica_id in self._members:
                 self._loop.call_later(DRAIN_SECONDS, self._drain, replica_id)
+
+    def _free_publisher(self) -> KVEventPublisher | None:
+        """Return the first publisher that no replica has."""
+        used = [member.publisher for member in self._members.values()]
+        return next((one for one in self._publishers if one not in used), None)
+
+    def _publish(self, member: _Member, events: Sequence[BlockEvent]) -> None:
+        """Publish events of a replica's blocks.
+
+        A replica that came before its predecessor left gets a publisher with its next events.
+        Subscribers then know too few of its blocks, but none that is gone.
+        """
+        if member.publisher is None:
+            member.publisher = self._free_publisher()
+        if member.publisher is not None:
+            member.publisher.publish(events)
 
     async def _listen(self, replica_id: str) -> None:
         """Take the reports of a replica until it ends."""
@@ -387,8 +431,9 @@ class ReplicaTransport:
     def _remove(self, replica_id: str, reason: str, failed: bool) -> None:
         self.router.remove(replica_id)
         with self._counting:
-            last = self._members.pop(replica_id).stats
-            self._past = total_of([self._past, replace(last, **_NO_GAUGES)])
+            member = self._members.pop(replica_id)
+            self._past = total_of([self._past, replace(member.stats, **_NO_GAUGES)])
+        self._publish(member, [BlocksCleared()])
         self._lose(self._tags_on(replica_id), reason, failed)
 
     def _tags_on(self, replica_id: str) -> list[str]:
@@ -413,6 +458,8 @@ class ReplicaTransport:
             self._receiver.begun(self._requests_of(report.ids))
         elif isinstance(report, Compiled):
             self._receiver.compiled(self._requests_of(report.ids))
+        elif isinstance(report, ChangedBlocks):
+            self._publish(member, report.events)
         elif isinstance(report, Heartbeat):
             member.busy_for = report.busy_for
             self.router.set_ready(replica_id, True)
@@ -421,6 +468,7 @@ class ReplicaTransport:
         elif isinstance(report, Restarting):
             log.error("replica %s: %s", replica_id, report.why)
             self.router.set_ready(replica_id, False)
+            self._publish(member, [BlocksCleared()])
             self._lose(self._tags_on(replica_id), "lost", failed=True)
         else:
             member.numerics = report.numerics

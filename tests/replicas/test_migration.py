@@ -1,7 +1,7 @@
 """Answers of requests that move between replicas: everything that users get is as without."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,12 +65,16 @@ class Replicas:
 
 @asynccontextmanager
 async def running(
-    numerics: dict[str, str] | None = None, allow: bool = False, serves: str = ""
+    numerics: dict[str, str] | None = None,
+    allow: bool = False,
+    serves: str = "",
+    publishers: Sequence[Any] = (),
+    **settings: Any,
 ) -> AsyncIterator[Replicas]:
-    llms = {name: make_engine(None, max_num_batched_tokens=64) for name in "ab"}
+    llms = {name: make_engine(None, max_num_batched_tokens=64, **settings) for name in "ab"}
     first = llms["a"]
     fleet = LocalFleet(llms, numerics)
-    transport = ReplicaTransport(fleet, serves or first.engine.fingerprint, allow)
+    transport = ReplicaTransport(fleet, serves or first.engine.fingerprint, allow, publishers)
     llm = AsyncLLM.__new__(AsyncLLM)
     llm.processor = first.processor
     llm._start(transport, first.engine.facts, None)

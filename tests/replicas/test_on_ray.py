@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -167,6 +168,37 @@ def test_replicas_follow_the_load(tmp_path: Path) -> None:
         wait_until(lambda: len(metric(client, "replica_info")) == 1)
         assert client.get("/health").text == "ok"
         assert asyncio.run(answers(path, bodies[:4])) == first[:4]
+
+
+def test_replicas_publish_their_blocks(tmp_path: Path) -> None:
+    """Each at an endpoint of its own, as data-parallel rank 0 and 1."""
+    zmq, msgspec = pytest.importorskip("zmq"), pytest.importorskip("msgspec")
+    endpoint = f"ipc://{tmp_path}/events"
+    config = json.dumps({"enable_kv_cache_events": True, "endpoint": endpoint})
+    options = ["--replicas", "2", "--kv-events-config", config]
+    with (
+        replicated(tmp_path, *options) as (_, client, path),
+        zmq.Context() as context,
+        context.socket(zmq.SUB) as subscriber,
+    ):
+        subscriber.subscribe(b"")
+        for rank, name in enumerate((endpoint, f"{endpoint}_dp1")):
+            subscriber.connect(name)
+            assert (tmp_path / ("events" + "_dp1" * rank)).exists()
+        wait_until(lambda: len(metric(client, "replica_info")) == 2)
+        # A subscriber may miss what is published before its connection is complete.
+        time.sleep(1)
+        bodies = [{**body_of(4 * number, 1), "prompt": [100 + number] * 200} for number in range(4)]
+        asyncio.run(answers(path, bodies))
+        ranks: dict[int, set[int]] = {}
+        while sum(map(len, ranks.values())) < len(bodies):
+            assert subscriber.poll(1000 * PATIENCE), ranks
+            _, _, data = subscriber.recv_multipart()
+            _, events, rank = msgspec.msgpack.decode(data)
+            tokens = {token for event in events for token in event.get("token_ids", ())}
+            ranks.setdefault(rank, set()).update(tokens)
+        assert sorted(ranks) == [0, 1] and not ranks[0] & ranks[1]
+        assert metric(client, "kv_event_batches")[""] >= 2
 
 
 def test_an_unknown_cluster_is_an_error(tmp_path: Path) -> None:

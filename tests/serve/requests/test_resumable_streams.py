@@ -5,6 +5,7 @@ import contextlib
 import json
 import re
 import shutil
+import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 
 from lockstep.errors import EngineDeadError
 from lockstep.serve.app import create_app
@@ -22,6 +24,8 @@ from lockstep.serve.journal.journal import Journal
 from lockstep.serve.requests import resumable_streams
 from lockstep.serve.requests.active_request import ActiveRequest
 from lockstep.serve.requests.service import Limits, Service
+from lockstep.serve.server import Options, _Server
+from lockstep.serve.telemetry.metrics import Metrics
 from tests.serve.api_calls import CALL, TOOLS, USER
 from tests.serve.fake_client import FakeClient
 
@@ -301,13 +305,17 @@ def test_expired_answers_are_erased_in_time(
             told = (await http.post(path, json={**body, "stream": True})).text
         answer_id = re.findall(r"id: (\S+):0\n", told)[0].encode()
         monkeypatch.setattr(resumable_streams, "EXPIRY_SECONDS", 0.01)
-        dropping = asyncio.create_task(running.service.streams.drop_expired())
-        await asyncio.sleep(0.05)
-        assert answer_id in servers.killed(running).read_bytes()
-        monkeypatch.setattr(journal_module, "MAX_AGE", -1.0)
-        while answer_id in servers.killed(running).read_bytes():
-            await asyncio.sleep(0.01)
-        dropping.cancel()
+        config = uvicorn.Config(running.app, log_level="error", lifespan="off")
+        server = _Server(config, running.service, Metrics(""), Options(log_stats=False), None)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            serving = asyncio.create_task(server.run_on(listener, running.client, lambda: None))
+            await asyncio.sleep(0.05)
+            assert answer_id in servers.killed(running).read_bytes()
+            monkeypatch.setattr(journal_module, "MAX_AGE", -1.0)
+            while answer_id in servers.killed(running).read_bytes():
+                await asyncio.sleep(0.01)
+            server.should_exit = True
+            await serving
 
     run(work())
 
