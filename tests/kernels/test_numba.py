@@ -10,9 +10,12 @@ pytest.importorskip("numba")
 
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
+from lockstep.kernels.formats.weights import IntWeight
+from lockstep.kernels.formats.weights.cases import random_weights
 from lockstep.kernels.linear import linear
 from lockstep.kernels.linear.numba import linear_numba
-from lockstep.kernels.linear.tiled import TiledWeight
+from lockstep.kernels.linear.prepacked import fits_tiles
+from lockstep.kernels.linear.tiled import TiledQuantizedWeight, TiledWeight
 from lockstep.kernels.simd import compiler, functions, vectors
 from tests.kernels.backends import same_bits
 from tests.kernels.test_prepacked import DTYPES, SHAPES, wide_range_rows
@@ -75,6 +78,31 @@ def test_tiled_weight_unpacks_exactly(dtype: torch.dtype) -> None:
     weight = torch.randn(37, 40).to(dtype)
     tiled = TiledWeight(weight)
     assert torch.equal(tiled.plain(), weight) and torch.equal(tiled.rows(3, 9), weight[3:9])
+
+
+QUANTIZED = {name: weight for name, weight in random_weights(70, 288) if fits_tiles(weight)}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_tiles_have_the_bits_of_their_values(name: str) -> None:
+    """Rows of every number, columns of a partial tile, and the values themselves."""
+    weight = QUANTIZED[name]
+    plain = weight.dequantize(torch.float32)
+    quantized, dense = TiledQuantizedWeight(weight), TiledWeight(plain)
+    assert same_bits(quantized.plain(), plain)
+    assert quantized.nbytes < dense.nbytes / 2
+    x = wide_range_rows(70, 288)
+    for rows in ROWS:
+        assert same_bits(quantized.multiply(x[:rows]), dense.multiply(x[:rows])), rows
+
+
+def test_formats_that_no_kernel_dequantizes() -> None:
+    """Other formats, and groups or columns that a kernel would read past, are dequantized."""
+    formats = dict(random_weights(70, 288))
+    assert {"int4", "int4 asymmetric", "int8", "Q4_1", "Q4_K", "Q6_K", "MXFP4"} <= set(QUANTIZED)
+    assert set(formats) - set(QUANTIZED) >= {"int4 desc_act", "fp8", "nvfp4"}
+    assert not fits_tiles(IntWeight.empty(32, 272, group=16))
+    assert not fits_tiles(IntWeight.empty(32, 288, group=24))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
