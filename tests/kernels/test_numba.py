@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -179,20 +180,32 @@ def test_kernels_on_disk_depend_on_the_files_that_they_inline() -> None:
     assert "norm/numba_kernels.py" in names
 
 
-def test_backends_load_without_numba() -> None:
-    """Without Numba, torch's backends serve, and numerics does not name it.
+LOADS_TORCH_BACKENDS = (
+    "import torch\n"
+    "from lockstep.kernels.backends import load\n"
+    "from lockstep.kernels.linear import linear\n"
+    "from lockstep.worker.build import numerics\n"
+    "from concurrent.futures import ThreadPoolExecutor as Pool\n"
+    "list(Pool(4).map(lambda _: load(), range(8)))\n"
+    "assert linear.choose(device='cpu', dtype=torch.float32) == 'cpu', linear.backends\n"
+    "assert 'numba' not in numerics('cpu', torch.float32)\n"
+)
+"""Several threads load backends at once, as ranks in threads do; torch's serve."""
 
-    Several threads may load them at once, as ranks in threads do.
-    """
-    code = (
-        "import sys; sys.modules['numba'] = sys.modules['llvmlite'] = None\n"
-        "import torch\n"
-        "from lockstep.kernels.backends import load\n"
-        "from lockstep.kernels.linear import linear\n"
-        "from lockstep.worker.build import numerics\n"
-        "from concurrent.futures import ThreadPoolExecutor as Pool\n"
-        "list(Pool(4).map(lambda _: load(), range(8)))\n"
-        "assert linear.choose(device='cpu', dtype=torch.float32) == 'cpu', linear.backends\n"
-        "assert 'numba' not in numerics('cpu', torch.float32)\n"
+
+def test_backends_load_without_numba() -> None:
+    """Without Numba, torch's backends serve, and numerics does not name it."""
+    code = "import sys; sys.modules['numba'] = sys.modules['llvmlite'] = None\n"
+    subprocess.run([sys.executable, "-c", code + LOADS_TORCH_BACKENDS], check=True)
+
+
+def test_backends_load_next_to_a_numba_that_cannot_be_imported(tmp_path: Path) -> None:
+    """A NumPy that Numba does not support takes away its kernels, with one warning."""
+    reason = "Numba needs NumPy 2.4 or less. Got NumPy 2.5."
+    (tmp_path / "numba").mkdir()
+    (tmp_path / "numba" / "__init__.py").write_text(f"raise ImportError({reason!r})\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + LOADS_TORCH_BACKENDS
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, stderr=subprocess.PIPE, text=True
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert done.stderr.count(reason) == 1 and "pip install" in done.stderr, done.stderr
