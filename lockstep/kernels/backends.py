@@ -4,6 +4,7 @@ An op's folder has the contract and the reference in `contract.py` (or `__init__
 per backend, `cases.py` and, if `lockstep bench kernels` measures its ops, `bench.py`.
 """
 
+import logging
 import platform
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -89,7 +90,7 @@ def benchmark_modules() -> list[ModuleType]:
 
 
 def load() -> None:
-    """Import every op's backends, those in Triton or Numba only if it is installed. Idempotent.
+    """Import every op's backends, those in Triton or Numba only if it can be imported. Idempotent.
 
     Backends that are registered later are preferred. A backend that falls back on another one
     imports it, so it is registered after it.
@@ -113,12 +114,13 @@ def _modules_of(path: tuple[str, ...]) -> list[str]:
 
 
 def _load(name: str) -> None:
-    """Import a module of backends, unless it needs a compiler that is not installed."""
+    """Import a module of backends, unless its compiler is not installed or cannot be imported."""
     try:
         import_module(name)
-    except ModuleNotFoundError as missing:
-        compiler = (missing.name or "").partition(".")[0]
-        if compiler not in COMPILERS or find_spec(compiler) is not None:
+    except ImportError as error:
+        compiler = (error.name or "").partition(".")[0]
+        missing = compiler in COMPILERS and find_spec(compiler) is None
+        if not missing and str(error) != numba_error():
             raise
 
 
@@ -140,9 +142,30 @@ def numba_trait(**traits: Any) -> str | None:
     return None if dtype in FLOATS else f"dtype {dtype} is not bf16, fp16 or fp32"
 
 
+@cache
+def numba_error() -> str | None:
+    """Return why the installed Numba cannot be imported, e.g. next to a newer NumPy, and log it.
+
+    None if it can be imported, or is not installed.
+    """
+    if find_spec("numba") is None:
+        return None
+    try:
+        import_module("numba")
+    except ImportError as error:
+        logging.getLogger("lockstep.kernels").warning(
+            "Numba cannot be imported (%s), so torch's CPU kernels serve: they are slower and have "
+            "other bits. Install versions that fit: pip install --upgrade numba numpy",
+            error,
+        )
+        return str(error)
+    return None
+
+
 def uses_numba(dtype: torch.dtype) -> bool:
     """Return whether the ops of a model in dtype on this CPU have Numba kernels."""
-    return find_spec("numba") is not None and numba_trait(dtype=dtype) is None
+    installed = find_spec("numba") is not None and numba_error() is None
+    return installed and numba_trait(dtype=dtype) is None
 
 
 def resolve_architecture(**traits: Any) -> int:

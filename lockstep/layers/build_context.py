@@ -23,7 +23,8 @@ from lockstep.kernels.exchange import (
     exchange_add_rms_norm,
 )
 from lockstep.kernels.formats.weights import QuantizedWeight
-from lockstep.kernels.linear import draft_linear
+from lockstep.kernels.linear import draft_linear, linear
+from lockstep.kernels.linear.prepacked import dequantizes, fits_tiles
 from lockstep.kernels.linear.probe import Probed
 from lockstep.kernels.norm import add_rms_norm
 from lockstep.kernels.sampling import LogitShard
@@ -172,12 +173,34 @@ class BuildContext:
         tensors = {"": self.tensors.get(self.path, {})}
         return tensors | {name: self.submodule_tensors(name) for name in names}
 
-    def layout(self, module: CheckpointLinear) -> Layout | None:
-        """Return the layout of a quantized linear layer's weight; None if it is not quantized."""
+    def layout(self, module: CheckpointLinear, by_linear: bool = False) -> Layout | None:
+        """Return the layout of a quantized linear layer's weight; None if it is not quantized.
+
+        On a CPU a checkpoint's reader dequantizes what no kernel would dequantize, if it can.
+        by_linear: whether the op linear multiplies by the weight.
+        """
         weight_format = self.weight_format
-        if weight_format is None or (weight_format.plain_on_cpu and self.device == "cpu"):
+        keeps = self.device != "cpu" or (by_linear and self.linear_dequantizes)
+        if weight_format is None or (weight_format.reader_dequantizes and not keeps):
             return None
         return weight_format.layout(module)
+
+    @property
+    def linear_dequantizes(self) -> bool:
+        """Return whether the CPU backend of linear dequantizes weights where it multiplies."""
+        name, _, _ = self.kernels.choose(linear, device=self.device, dtype=self.dtype)
+        return self.exact and dequantizes(name, self.dtype)
+
+    def keeps_quantized(self, weight: QuantizedWeight, by_linear: bool) -> bool:
+        """Return whether a weight stays quantized once it is loaded. by_linear: see layout()."""
+        return self.device != "cpu" or (
+            by_linear and self.linear_dequantizes and fits_tiles(weight)
+        )
+
+    @property
+    def quantizes_embeddings(self) -> bool:
+        """Return whether the checkpoint may have a quantized embedding."""
+        return self.weight_format is not None and self.weight_format.reader_dequantizes
 
     def op(self, op: Op, **traits: Any) -> Callable[..., Any]:
         """Choose the backend of an op for these traits and return its function."""

@@ -14,7 +14,7 @@ from lockstep.errors import CheckpointError
 from lockstep.kernels.exchange import Gather, all_columns
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear import choose_split_k, linear
-from lockstep.kernels.linear.prepacked import PrepackedWeight, prepack_class
+from lockstep.kernels.linear.prepacked import PrepackedWeight, dequantizes, fits_tiles, prepack
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.exchange import Exchange
 from lockstep.layers.lora import AddAdapters, LoRA, no_adapters
@@ -41,8 +41,9 @@ RowGroup = tuple[Layout | None, int]
 class Weight(nn.Module):
     """Weight [N, K] in one storage format.
 
-    A single quantized row group stays quantized on a GPU. Any other quantized group is dequantized
-    once, after loading: op(quantized) == op(dequantize(quantized)), so the bits are the same.
+    A single quantized row group stays quantized where the op dequantizes it. Any other quantized
+    group is dequantized once, after loading: op(quantized) == op(dequantize(quantized)), so the
+    bits are the same.
 
     Args:
         row_groups: consecutive row ranges of the checkpoint with one storage format.
@@ -51,7 +52,10 @@ class Weight(nn.Module):
     Attributes:
         weight, quantized, prepacked: the storage; exactly one is set once weights are loaded.
         load_buffers: quantized groups until they are dequantized, by their first row.
+        by_linear: whether the op linear multiplies by the weight.
     """
+
+    by_linear = False
 
     def __init__(
         self,
@@ -74,9 +78,9 @@ class Weight(nn.Module):
         for begin, (layout, rows) in zip(begins, row_groups, strict=False):
             if layout is not None:
                 self.load_buffers[begin] = build.quantized_weight(rows, k, layout)
-        # On a CPU weights are prepacked, which takes plain ones.
-        if len(row_groups) == 1 and build.device != "cpu":
-            self.quantized = self.load_buffers.pop(0, None)
+        single = self.load_buffers.get(0) if len(row_groups) == 1 else None
+        if single is not None and build.keeps_quantized(single, self.by_linear):
+            self.quantized = self.load_buffers.pop(0)
         if self.quantized is None:
             self.weight = self._allocate(build)
 
@@ -151,6 +155,7 @@ class Gemm(Weight):
         allow_partials: see lockstep.kernels.linear.linear.
     """
 
+    by_linear = True
     keeps_plain = False
 
     def __init__(
@@ -172,7 +177,10 @@ class Gemm(Weight):
         self.linear = build.linear_op(linear, n=n, k=k, quantized=kind)
         choice = build.choices[-1]
         prepacks = build.device == "cpu" and build.exact
-        self.prepack = prepack_class(choice.backend) if prepacks else None
+        if build.device == "cpu" and self.quantized is not None:
+            # A drafter's head may share a quantized weight of the target.
+            prepacks = dequantizes(choice.backend, self.dtype) and fits_tiles(self.quantized)
+        self.prepack = partial(prepack, choice.backend) if prepacks else None
         choice.storage_format = _describe(row_groups, dequantized=not quantized)
         if quantized:
             build.needs[-1] = replace(build.needs[-1], layout=row_groups[0][0])
@@ -183,7 +191,12 @@ class Gemm(Weight):
         The plain copy is dropped unless another module reads it.
         """
         super().finish()
-        if self.prepack is not None and self.weight is not None:
+        if self.prepack is None:
+            return
+        if self.quantized is not None:
+            self.prepacked = self.prepack(self.quantized)
+            self.quantized = None
+        elif self.weight is not None:
             self.prepacked = self.prepack(self.weight.data)
             if not self.keeps_plain:
                 self.weight = None
@@ -217,7 +230,7 @@ def row_groups_of(build: BuildContext, modules: Sequence[CheckpointLinear]) -> l
     Neighbours share a group if their formats are equal, or become equal with a scale per output
     column.
     """
-    parts = [(build.layout(module), module.outputs) for module in modules]
+    parts = [(build.layout(module, by_linear=True), module.outputs) for module in modules]
     groups = groupby(parts, lambda part: part[0] and part[0].by_rows())
     return [_merge_groups(list(group), by_rows) for by_rows, group in groups]
 
@@ -538,7 +551,10 @@ class Head(Gemm):
 
     The columns are cut across ranks, and `logit_shard` says which logits this rank returns.
 
-    existing: the embedding's weight (tied), or another head's, instead of allocating one.
+    Args:
+        existing: the embedding's weight (tied), or another head's, instead of allocating one.
+        embedding: name of the embedding in the checkpoint, if `existing` is its weight. On a CPU
+            that dequantizes where it multiplies, the head is the quantized embedding instead.
     """
 
     keeps_plain = True
@@ -549,11 +565,18 @@ class Head(Gemm):
         vocab: int,
         hidden: int,
         existing: nn.Parameter | QuantizedWeight | PrepackedWeight | None = None,
+        embedding: str = "",
     ) -> None:
         columns = Columns.vocabulary(vocab)
         self.weight_format = build.weight_format
-        self.module = build.module("lm_head", columns, hidden)
-        layout = None if existing is not None else build.layout(self.module)
+        self.name = "lm_head"
+        self.module = build.module(self.name, columns, hidden)
+        layout = None if existing is not None else build.layout(self.module, by_linear=True)
+        if embedding and build.device == "cpu" and build.quantizes_embeddings:
+            module = build.module(embedding, columns, hidden)
+            layout = build.layout(module, by_linear=True)
+            if layout is not None:
+                self.name, self.module, existing = embedding, module, None
         groups = [(layout, self.module.outputs)]
         super().__init__(build, hidden, groups, existing=existing, total=vocab)
         if existing is None:
@@ -584,9 +607,9 @@ class Head(Gemm):
         return rows
 
     def weights(self) -> dict[str, Target]:
-        """Map the tensors of an untied head to their destinations."""
+        """Map the tensors of a head that shares no weight to their destinations."""
         rows = self.stored_rows(0, self.shape[0])
-        return weight_sinks("lm_head", rows, self.weight_format, self.module)
+        return weight_sinks(self.name, rows, self.weight_format, self.module)
 
 
 def probe(

@@ -229,7 +229,9 @@ class Decoder(nn.Module, ABC):
         self.blocks = nn.ModuleList(Block(*sublayers) for sublayers in self.layers(build))
         self.norm = AddRMSNorm(build.at("norm"), c.hidden_size, c.eps, c.norm_offset)
         tied = self.embed.weight if c.tied else None
-        self.head = Head(build.at("head", path=""), c.vocab_size, c.hidden_size, tied)
+        sizes = (c.vocab_size, c.hidden_size)
+        embedding = self.embed_name if c.tied else ""
+        self.head = Head(build.at("head", path=""), *sizes, tied, embedding)
 
     def attention_layers(self) -> Sequence[int]:
         """Return the numbers of the attention layers: all, unless the architecture overrides it."""
@@ -257,13 +259,19 @@ class Decoder(nn.Module, ABC):
         """Return this rank's logits [N, n] of the step's logit rows of hidden [T, H]."""
         return self.head(hidden[ctx.logit_rows])
 
+    def finish(self) -> None:
+        """Fill the embedding from a tied head that has its tensor, before the head is prepacked."""
+        if self.config.tied and self.head.quantized is not None:
+            self.embed.weight.data.copy_(self.head.quantized.dequantize(self.head.dtype))
+
     def weights(self) -> dict[str, Target]:
         """Map the checkpoint's tensors, by name less the prefix, to their destinations."""
         table: dict[str, Target] = {
             f"{self.embed_name}.weight": self.embed.sink,
             f"{self.norm_name}.weight": self.norm.weight,
         }
-        if not self.config.tied:
+        if not self.config.tied or self.head.quantized is not None:
+            # A tied head that is quantized takes the embedding's tensor.
             table |= self.head.weights()
         for i, block in enumerate(self.blocks):
             table.update({f"layers.{i}.{name}": t for name, t in block.weights().items()})

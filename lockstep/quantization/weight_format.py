@@ -121,15 +121,15 @@ class WeightFormat(ABC):
 
     name: the format's name in numerics. unused: last parts of tensor names that may occur and are
     not read. notes: settings that are not followed, one line each. other_kv: the setting that says
-    that the static KV scales are of another format than fp8, None if they are fp8. plain_on_cpu:
-    weights are dequantized by the checkpoint's reader and stored plain on a CPU.
+    that the static KV scales are of another format than fp8, None if they are fp8.
+    reader_dequantizes: whether the checkpoint's reader dequantizes a tensor for a plain weight.
     """
 
     name: str
     unused: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
     other_kv: str | None = None
-    plain_on_cpu: bool = False
+    reader_dequantizes: bool = False
 
     @abstractmethod
     def layout(self, module: CheckpointLinear) -> Layout | None:

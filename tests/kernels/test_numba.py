@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +11,12 @@ pytest.importorskip("numba")
 
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
+from lockstep.kernels.formats.weights import IntWeight
+from lockstep.kernels.formats.weights.cases import random_weights
 from lockstep.kernels.linear import linear
 from lockstep.kernels.linear.numba import linear_numba
-from lockstep.kernels.linear.tiled import TiledWeight
+from lockstep.kernels.linear.prepacked import fits_tiles
+from lockstep.kernels.linear.tiled import TiledQuantizedWeight, TiledWeight
 from lockstep.kernels.simd import compiler, functions, vectors
 from tests.kernels.backends import same_bits
 from tests.kernels.test_prepacked import DTYPES, SHAPES, wide_range_rows
@@ -75,6 +79,31 @@ def test_tiled_weight_unpacks_exactly(dtype: torch.dtype) -> None:
     weight = torch.randn(37, 40).to(dtype)
     tiled = TiledWeight(weight)
     assert torch.equal(tiled.plain(), weight) and torch.equal(tiled.rows(3, 9), weight[3:9])
+
+
+QUANTIZED = {name: weight for name, weight in random_weights(70, 288) if fits_tiles(weight)}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_tiles_have_the_bits_of_their_values(name: str) -> None:
+    """Rows of every number, columns of a partial tile, and the values themselves."""
+    weight = QUANTIZED[name]
+    plain = weight.dequantize(torch.float32)
+    quantized, dense = TiledQuantizedWeight(weight), TiledWeight(plain)
+    assert same_bits(quantized.plain(), plain)
+    assert quantized.nbytes < dense.nbytes / 2
+    x = wide_range_rows(70, 288)
+    for rows in ROWS:
+        assert same_bits(quantized.multiply(x[:rows]), dense.multiply(x[:rows])), rows
+
+
+def test_formats_that_no_kernel_dequantizes() -> None:
+    """Other formats, and groups or columns that a kernel would read past, are dequantized."""
+    formats = dict(random_weights(70, 288))
+    assert {"int4", "int4 asymmetric", "int8", "Q4_1", "Q4_K", "Q6_K", "MXFP4"} <= set(QUANTIZED)
+    assert set(formats) - set(QUANTIZED) >= {"int4 desc_act", "fp8", "nvfp4"}
+    assert not fits_tiles(IntWeight.empty(32, 272, group=16))
+    assert not fits_tiles(IntWeight.empty(32, 288, group=24))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -151,20 +180,32 @@ def test_kernels_on_disk_depend_on_the_files_that_they_inline() -> None:
     assert "norm/numba_kernels.py" in names
 
 
-def test_backends_load_without_numba() -> None:
-    """Without Numba, torch's backends serve, and numerics does not name it.
+LOADS_TORCH_BACKENDS = (
+    "import torch\n"
+    "from lockstep.kernels.backends import load\n"
+    "from lockstep.kernels.linear import linear\n"
+    "from lockstep.worker.build import numerics\n"
+    "from concurrent.futures import ThreadPoolExecutor as Pool\n"
+    "list(Pool(4).map(lambda _: load(), range(8)))\n"
+    "assert linear.choose(device='cpu', dtype=torch.float32) == 'cpu', linear.backends\n"
+    "assert 'numba' not in numerics('cpu', torch.float32)\n"
+)
+"""Several threads load backends at once, as ranks in threads do; torch's serve."""
 
-    Several threads may load them at once, as ranks in threads do.
-    """
-    code = (
-        "import sys; sys.modules['numba'] = sys.modules['llvmlite'] = None\n"
-        "import torch\n"
-        "from lockstep.kernels.backends import load\n"
-        "from lockstep.kernels.linear import linear\n"
-        "from lockstep.worker.build import numerics\n"
-        "from concurrent.futures import ThreadPoolExecutor as Pool\n"
-        "list(Pool(4).map(lambda _: load(), range(8)))\n"
-        "assert linear.choose(device='cpu', dtype=torch.float32) == 'cpu', linear.backends\n"
-        "assert 'numba' not in numerics('cpu', torch.float32)\n"
+
+def test_backends_load_without_numba() -> None:
+    """Without Numba, torch's backends serve, and numerics does not name it."""
+    code = "import sys; sys.modules['numba'] = sys.modules['llvmlite'] = None\n"
+    subprocess.run([sys.executable, "-c", code + LOADS_TORCH_BACKENDS], check=True)
+
+
+def test_backends_load_next_to_a_numba_that_cannot_be_imported(tmp_path: Path) -> None:
+    """A NumPy that Numba does not support takes away its kernels, with one warning."""
+    reason = "Numba needs NumPy 2.4 or less. Got NumPy 2.5."
+    (tmp_path / "numba").mkdir()
+    (tmp_path / "numba" / "__init__.py").write_text(f"raise ImportError({reason!r})\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + LOADS_TORCH_BACKENDS
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, stderr=subprocess.PIPE, text=True
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert done.stderr.count(reason) == 1 and "pip install" in done.stderr, done.stderr

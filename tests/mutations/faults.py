@@ -728,7 +728,7 @@ FAULTS = (
     ),
     Fault(
         "different rounding for many rows of a kernel", "numerics", "kernels.linear.tiled",
-        "TiledWeight.multiply",
+        "ColumnTiles.multiply",
         "$wide = $x.float().contiguous()",
         "$wide = $x.float() / 3 * 3 if len($x) > 8 else $x.float().contiguous()",
     ),

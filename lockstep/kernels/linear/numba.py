@@ -6,8 +6,8 @@ from lockstep.kernels.backends import numba_trait
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.linear import dequantized, linear, partition_length, tree_sum, write_out
 from lockstep.kernels.linear.cpu import linear_cpu  # noqa: F401 - registered before this backend
-from lockstep.kernels.linear.prepacked import PrepackedWeight
-from lockstep.kernels.linear.tiled import TiledWeight
+from lockstep.kernels.linear.prepacked import PrepackedWeight, dequantizes, fits_tiles
+from lockstep.kernels.linear.tiled import TiledQuantizedWeight, TiledWeight
 
 
 @linear.backend("numba", supports=numba_trait)
@@ -18,9 +18,12 @@ def linear_numba(
     allow_partials: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See lockstep.kernels.linear.linear. The order of a partition is that of TiledWeight."""
+    """See lockstep.kernels.linear.linear. The order of a partition is that of ColumnTiles."""
     if isinstance(weight, PrepackedWeight):
         return weight.multiply(x, out)
+    if isinstance(weight, QuantizedWeight) and split_k == 1 and dequantizes("numba", x.dtype):
+        if fits_tiles(weight):
+            return TiledQuantizedWeight(weight).multiply(x, out)
     weight = dequantized(weight, x.dtype)
     if split_k == 1:
         return TiledWeight(weight).multiply(x, out)

@@ -1,7 +1,8 @@
 """Weights prepacked for a CPU's matrix products, and the number of rows that gives equal bits.
 
-TiledWeight (lockstep.kernels.linear.tiled) is for Numba kernels, LibraryWeight for the libraries of
-torch, where Numba is not installed. Each defines its own bits.
+TiledWeight and TiledQuantizedWeight (lockstep.kernels.linear.tiled) are for Numba kernels,
+LibraryWeight for the libraries of torch, where Numba is not installed. Each of the two defines its
+own bits.
 
 A BLAS product of few rows copies the whole weight into its own layout at every call. A prepacked
 weight is copied once, when it is loaded: oneDNN for every dtype, FBGEMM for float16, whose weights
@@ -14,13 +15,14 @@ same shape shows the same bits (oneDNN: all sizes; FBGEMM: not 1, 2 and 7 rows).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.threads import one_thread
 
 OUTPUT_MULTIPLE = 16
@@ -33,6 +35,11 @@ SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 384)
 ROWS_HINT = 8
 """Rows that oneDNN lays a weight out for. It changes no bit. One row of [960, 576] took 103 us for
 a layout of 8 rows, 128 of 1, 134 of 64; 8 rows took 179, 1168 and 341."""
+
+CODE_COLUMNS = 32
+"""Columns of a quantized weight are a multiple: those of four neighbouring words of 4-bit codes."""
+GROUP_COLUMNS = 16
+"""Columns of a group are a multiple: a kernel loads scales once for so many."""
 
 Product = Callable[[Tensor], Tensor]
 """x [M, K] fp32, contiguous -> x W^T [M, N] fp32."""
@@ -60,10 +67,10 @@ class PrepackedWeight(ABC):
     device = torch.device("cpu")
     nbytes: int
 
-    def __init__(self, weight: Tensor) -> None:
-        n, k = weight.shape
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        n, k = shape
         self.shape = (n, k)
-        self.dtype = weight.dtype
+        self.dtype = dtype
 
     @abstractmethod
     def plain(self) -> Tensor:
@@ -89,7 +96,7 @@ class LibraryWeight(PrepackedWeight):
     """A weight in the layout of oneDNN or FBGEMM."""
 
     def __init__(self, weight: Tensor) -> None:
-        super().__init__(weight)
+        super().__init__(weight.shape, weight.dtype)
         n, k = weight.shape
         filled = F.pad(weight, (0, 0, 0, -n % OUTPUT_MULTIPLE)).contiguous()
         self.nbytes = n * k * (2 if uses_fbgemm(weight.dtype) else 4)
@@ -172,10 +179,28 @@ def probed_sizes(n: int, k: int, half: bool, threads: int) -> tuple[int, ...]:
     return (BASE,) if threads == 1 else ()
 
 
-def prepack_class(backend: str) -> type[PrepackedWeight]:
-    """Return the class of prepacked weights of a backend of linear on a CPU."""
-    if backend == "numba":
-        from lockstep.kernels.linear.tiled import TiledWeight
+def dequantizes(backend: str, dtype: torch.dtype) -> bool:
+    """Return whether a CPU backend of linear dequantizes weights where it multiplies.
 
-        return TiledWeight
-    return LibraryWeight
+    It does so for fp32 models only: rounding each value to 16 bits takes longer than reading it in
+    16 bits.
+    """
+    return backend == "numba" and dtype == torch.float32
+
+
+def fits_tiles(weight: QuantizedWeight) -> bool:
+    """Return whether the kernels of TiledQuantizedWeight read this format and its sizes."""
+    codes = weight.rows(0, 1).grouped()
+    return codes is not None and weight.k % CODE_COLUMNS == 0 and codes.group % GROUP_COLUMNS == 0
+
+
+def prepack(backend: str, weight: Tensor | QuantizedWeight) -> PrepackedWeight:
+    """Prepack a weight for a backend of linear on a CPU. A quantized one fits_tiles()."""
+    if backend == "numba":
+        from lockstep.kernels.linear.tiled import TiledQuantizedWeight, TiledWeight
+
+        if isinstance(weight, QuantizedWeight):
+            return TiledQuantizedWeight(weight)
+        return TiledWeight(weight)
+    assert isinstance(weight, Tensor), "the libraries of torch take plain weights"
+    return LibraryWeight(weight)

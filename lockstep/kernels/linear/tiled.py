@@ -1,35 +1,56 @@
 """Weights in column tiles for Numba kernels: one ascending FMA chain per output."""
 
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.kernels.formats.weights import QuantizedWeight, unpack_codes
 from lockstep.kernels.linear.numba_kernels import TILE, linear_bf16, linear_f16, linear_f32
-from lockstep.kernels.linear.prepacked import PrepackedWeight
+from lockstep.kernels.linear.prepacked import PrepackedWeight, fits_tiles
+from lockstep.kernels.linear.quantized_numba_kernels import QUADS, make_kernel
 from lockstep.kernels.simd.threads import split_range
 
 KERNELS = {torch.float16: linear_f16, torch.bfloat16: linear_bf16, torch.float32: linear_f32}
+quantized_kernel = cache(make_kernel)
+"""Kernel of (bits of a code, whether there are minima)."""
 
 
-class TiledWeight(PrepackedWeight):
-    """A weight [N, K] in tiles [N / TILE, K, TILE], in the dtype of the plain weight.
+def to_tiles(rows: Tensor) -> Tensor:
+    """Return rows [N, M] as tiles [N / TILE, M, TILE]. Rows past N are zeros."""
+    filled = F.pad(rows, (0, 0, 0, -len(rows) % TILE))
+    return filled.view(-1, TILE, rows.shape[1]).transpose(1, 2).contiguous()
+
+
+def from_tiles(tiles: Tensor, n: int) -> Tensor:
+    """Return the rows [n, M] of tiles: the inverse of to_tiles."""
+    return tiles.transpose(1, 2).reshape(-1, tiles.shape[1])[:n]
+
+
+def _swap(words: Tensor, outer: int, inner: int) -> Tensor:
+    """Swap the two dimensions of the words of 128 columns: [N, B * outer * inner]."""
+    return words.reshape(len(words), -1, outer, inner).transpose(2, 3).flatten(1)
+
+
+class ColumnTiles(PrepackedWeight):
+    """A weight [N, K] in tiles of TILE outputs.
 
     An output is acc = fma(x[k], w[k], acc) over ascending k, from 0, in fp32, rounded once. Neither
     rows nor columns enter, so a row has the same bits in every batch, and an output in every slice.
+
+    kernel: takes the address of x, the operands, and what multiply() adds. operands: addresses and
+    numbers of the stored weight.
     """
 
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__(weight)
-        k = weight.shape[1]
-        filled = F.pad(weight, (0, 0, 0, -weight.shape[0] % TILE))
-        self.tiles = filled.view(-1, TILE, k).transpose(1, 2).contiguous()
-        self.kernel = KERNELS[weight.dtype]
-        self.nbytes = weight.nbytes
+    kernel: Callable[..., None]
 
-    def plain(self) -> Tensor:
-        """See PrepackedWeight."""
-        n, k = self.shape
-        return self.tiles.transpose(1, 2).reshape(-1, k)[:n]
+    @property
+    @abstractmethod
+    def operands(self) -> Sequence[int]:
+        """Return the kernel's arguments that describe the weight."""
 
     def define(self, x: Tensor) -> Tensor:
         """See PrepackedWeight.
@@ -53,7 +74,59 @@ class TiledWeight(PrepackedWeight):
             out = torch.empty(rows, n, dtype=self.dtype)
         assert x.shape[1] == k and out.shape == (rows, n) and out.dtype == self.dtype
         wide = x.float().contiguous()
-        operands = (wide.data_ptr(), self.tiles.data_ptr(), out.data_ptr(), rows, n, k)
-        stride = out.stride(0)
-        split_range(len(self.tiles), lambda begin, end: self.kernel(*operands, stride, begin, end))
+        sizes = (out.data_ptr(), rows, n, k, out.stride(0))
+        arguments = (wide.data_ptr(), *self.operands, *sizes)
+        split_range(-(-n // TILE), lambda begin, end: self.kernel(*arguments, begin, end))
         return out
+
+
+class TiledWeight(ColumnTiles):
+    """A weight in tiles [N / TILE, K, TILE], in the dtype of the plain weight."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(weight.shape, weight.dtype)
+        self.tiles = to_tiles(weight)
+        self.kernel = KERNELS[weight.dtype]
+        self.nbytes = weight.nbytes
+
+    @property
+    def operands(self) -> Sequence[int]:
+        return (self.tiles.data_ptr(),)
+
+    def plain(self) -> Tensor:
+        """See PrepackedWeight."""
+        return from_tiles(self.tiles, self.shape[0])
+
+
+class TiledQuantizedWeight(ColumnTiles):
+    """A quantized weight of an fp32 model, in tiles of words, and of scales and offsets per group.
+
+    Its bits are those of the TiledWeight of its dequantized values.
+    """
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        super().__init__(weight.shape, torch.float32)
+        codes = weight.grouped()
+        assert codes is not None and fits_tiles(weight), "else it is dequantized when loaded"
+        self.words = to_tiles(_swap(codes.words, QUADS, codes.bits))
+        # Kernels add the negative of a minimum.
+        offsets = -codes.offsets if codes.minima else codes.offsets
+        self.scales = torch.stack([to_tiles(codes.scales), to_tiles(offsets)], 2)
+        self.bits, self.group, self.minima = codes.bits, codes.group, codes.minima
+        self.kernel = quantized_kernel(codes.bits, codes.minima)
+        self.nbytes = codes.words.nbytes + codes.scales.nbytes + codes.offsets.nbytes
+
+    @property
+    def operands(self) -> Sequence[int]:
+        return (self.words.data_ptr(), self.scales.data_ptr(), self.group)
+
+    def plain(self) -> Tensor:
+        """See PrepackedWeight."""
+        n, k = self.shape
+        words = _swap(from_tiles(self.words, n), self.bits, QUADS)
+        codes = unpack_codes(words, self.bits, k).float()
+        scales, offsets = (
+            from_tiles(numbers, n).repeat_interleave(self.group, 1)[:, :k]
+            for numbers in self.scales.unbind(2)
+        )
+        return codes * scales + offsets if self.minima else (codes - offsets) * scales

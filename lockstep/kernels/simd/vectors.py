@@ -104,7 +104,7 @@ def _round(builder, element, value, vector):
 
 
 def _splat(builder, value):
-    undefined = ir.Constant(_VECTOR, ir.Undefined)
+    undefined = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
     first = builder.insert_element(undefined, value, _I32(0))
     return builder.shuffle_vector(first, undefined, _ints(0, True))
 
@@ -191,6 +191,25 @@ def vload(typingctx, dtype, address, index):
 
 
 @intrinsic
+def vload_codes(typingctx, address, index, shift, bits):
+    """Load 16 consecutive 32-bit words and return as fp32 the codes of `bits` bits from bit `shift`
+    on.
+    """
+
+    def codegen(context, builder, signature, args):
+        address, index, shift, bits = args
+        words = builder.load(_pointer(builder, _INTS, 4, address, index), align=4)
+        one = ir.Constant(_I32, 1)
+        mask = builder.sub(builder.shl(one, builder.trunc(bits, _I32)), one)
+        codes = builder.lshr(words, _splat(builder, builder.trunc(shift, _I32)))
+        codes = builder.and_(codes, _splat(builder, mask))
+        # Codes are far below 2^31, and a signed conversion is one instruction of AVX2.
+        return builder.sitofp(codes, _VECTOR)
+
+    return VECTOR(types.int64, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
 def vstore(typingctx, dtype, address, index, vector):
     """Store 16 lanes, rounded to the dtype."""
     element, size = _storage(dtype)
@@ -206,9 +225,7 @@ def vstore(typingctx, dtype, address, index, vector):
 def _mask(builder, count):
     """Return the mask of the first `count` lanes."""
     lanes = ir.Constant(ir.VectorType(_I64, LANES), list(range(LANES)))
-    undefined = ir.Constant(lanes.type, ir.Undefined)
-    first = builder.insert_element(undefined, count, _I32(0))
-    return builder.icmp_signed("<", lanes, builder.shuffle_vector(first, undefined, _ints(0, True)))
+    return builder.icmp_signed("<", lanes, _splat(builder, count))
 
 
 _MASKED_NAMES = {2: {"half": "v16f16", "i16": "v16i16"}, 4: {"float": "v16f32"}}

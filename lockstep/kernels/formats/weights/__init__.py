@@ -12,7 +12,11 @@ from lockstep.kernels.formats.weights.fp8 import Fp8Weight
 from lockstep.kernels.formats.weights.gguf import GGUF_TYPES, GgufType, GgufWeight
 from lockstep.kernels.formats.weights.integer import IntWeight
 from lockstep.kernels.formats.weights.quantize import quantize_fp8, quantize_int
-from lockstep.kernels.formats.weights.quantized_weight import QuantizedWeight, row_chunks
+from lockstep.kernels.formats.weights.quantized_weight import (
+    GroupedCodes,
+    QuantizedWeight,
+    row_chunks,
+)
 from lockstep.kernels.formats.weights.word_order import (
     K_BLOCK,
     pack_codes,
@@ -26,6 +30,7 @@ __all__ = [
     "GGUF_TYPES",
     "GgufType",
     "GgufWeight",
+    "GroupedCodes",
     "IntWeight",
     "K_BLOCK",
     "MAX_FP4_FACTOR",

@@ -10,10 +10,16 @@ from torch import Tensor
 
 from lockstep.kernels.formats.weights.quantized_weight import (
     DUMMY_SCALE,
+    GroupedCodes,
     QuantizedWeight,
     row_chunks,
 )
-from lockstep.kernels.formats.weights.word_order import pack_plane, unpack_plane, words_per_row
+from lockstep.kernels.formats.weights.word_order import (
+    pack_codes,
+    pack_plane,
+    unpack_plane,
+    words_per_row,
+)
 
 SUPERBLOCK = 256
 """Columns that share a base scale (llama.cpp's QK_K)."""
@@ -164,13 +170,35 @@ class GgufWeight(QuantizedWeight):
             return low
         return low | unpack_plane(self.high, self.type.high_bits, self.k) << self.bits
 
-    def _per_column(self, scales: Tensor, bases: Tensor | None) -> Tensor:
-        """Return the scales or minima of all columns: [N, K] fp32."""
+    def _per_group(self, scales: Tensor, bases: Tensor | None) -> Tensor:
+        """Return the scales or minima of all groups: [N, G] fp32."""
         wide = scales.float()
         if bases is not None:
             groups = SUPERBLOCK // self.group
             wide = bases.float().repeat_interleave(groups, 1)[:, : wide.shape[1]] * wide
-        return wide.repeat_interleave(self.group, 1)[:, : self.k]
+        return wide
+
+    def _per_column(self, scales: Tensor, bases: Tensor | None) -> Tensor:
+        """Return the scales or minima of all columns: [N, K] fp32."""
+        return self._per_group(scales, bases).repeat_interleave(self.group, 1)[:, : self.k]
+
+    def grouped(self) -> GroupedCodes:
+        type = self.type
+        zero, bits = type.zero, 4 if type.bits <= 4 and type.table is None else 8
+        if (bits, type.high_bits) == (self.bits, 0):
+            words = self.words
+        elif type.table is None:
+            words = pack_codes(self.codes(), bits)
+        else:
+            # A looked-up value is a whole number between -128 and 127.
+            zero = TABLE_ZERO
+            words = pack_codes((type.values(self.codes()) + zero).to(torch.uint8), bits)
+        scales = self._per_group(self.scales, self.bases)
+        if self.minima is None:
+            offsets = torch.full_like(scales, zero)
+        else:
+            offsets = self._per_group(self.minima, self.min_bases)
+        return GroupedCodes(words, bits, scales, offsets, self.group, self.minima is not None)
 
     def _values(self, codes: Tensor) -> Tensor:
         product = self.type.values(codes) * self._per_column(self.scales, self.bases)

@@ -6,7 +6,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lockstep.kernels.formats.weights.quantized_weight import DUMMY_SCALE, QuantizedWeight
+from lockstep.kernels.formats.weights.quantized_weight import (
+    DUMMY_SCALE,
+    GroupedCodes,
+    QuantizedWeight,
+)
 from lockstep.kernels.formats.weights.word_order import pack_codes, words_per_row
 
 
@@ -104,6 +108,14 @@ class IntWeight(QuantizedWeight):
         groups = self.groups()
         zeros = 2 ** (self.bits - 1) if self.zeros is None else self.zeros.float()[:, groups]
         return (codes.float() - zeros) * self.scales.float()[:, groups]
+
+    def grouped(self) -> GroupedCodes | None:
+        if self.g_idx is not None:
+            return None
+        scales = self.scales.float()
+        middle = torch.tensor(2.0 ** (self.bits - 1), device=self.device).expand_as(scales)
+        offsets = middle if self.zeros is None else self.zeros.float()
+        return GroupedCodes(self.words, self.bits, scales, offsets, self.group, minima=False)
 
     def gather(self, ids: Tensor) -> Self:
         zeros = None if self.zeros is None else self.zeros[ids]

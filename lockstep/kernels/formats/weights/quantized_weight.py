@@ -8,7 +8,7 @@ these classes.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -19,6 +19,22 @@ DUMMY_SCALE = 0.7
 """Standard deviation of a dummy weight, times sqrt(K)."""
 CHUNK = 1 << 24
 """Values that are dequantized, repacked, quantized or drawn at once."""
+
+
+class GroupedCodes(NamedTuple):
+    """A quantized weight [N, K] as 4-bit or 8-bit codes, with two fp32 numbers per group along K.
+
+    words: codes in the order of pack_codes. scales, offsets: [N, G]; column k belongs to group
+    k // group. minima: a value is scale * code - offset, of an exact product; else it is
+    (code - offset) * scale. All operations are in fp32.
+    """
+
+    words: Tensor
+    bits: int
+    scales: Tensor
+    offsets: Tensor
+    group: int
+    minima: bool
 
 
 @dataclass(frozen=True)
@@ -80,6 +96,10 @@ class QuantizedWeight(ABC):
     def codes(self) -> Tensor:
         """Return the codes: [N, K] uint8."""
         return unpack_codes(self.words, self.bits, self.k)
+
+    def grouped(self) -> GroupedCodes | None:
+        """Return the weight as GroupedCodes; None where the format has other arithmetic."""
+        return None
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the values [N, K], each computed in fp32 and rounded once to dtype."""

@@ -44,11 +44,21 @@ def _shifts(bits: int, device: torch.device) -> Tensor:
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Pack codes [N, K] uint8, each below 2^bits, into words [N, words_per_row(K, bits)] int32."""
+    _block_dims(bits)  # refuses other numbers of bits
+    return _pack(codes, bits)
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes into words: see pack_codes and pack_plane, which are one order."""
     n, k = codes.shape
-    padded = F.pad(codes, (0, -k % K_BLOCK))
-    parts = padded.view(n, -1, *_block_dims(bits)).permute(0, 1, 5, 2, 3, 4, 6)
-    words = parts.int() << _shifts(bits, codes.device).int()
-    return words.sum((-3, -2, -1), dtype=torch.int32).view(n, -1)
+    padded = F.pad(codes, (0, -k % K_BLOCK)).contiguous()
+    # Neighbouring columns are two bytes of a 16-bit number, and 16 bits apart in a word.
+    pairs = padded.view(torch.int16).view(n, -1, bits, 16 // bits, 4).int()
+    pairs = (pairs & 0xFF) | (pairs & 0xFF00) << 8
+    words = pairs[..., 0, :]
+    for index in range(1, 16 // bits):
+        words = words | pairs[..., index, :] << bits * index
+    return words.transpose(2, 3).reshape(n, -1)
 
 
 def unpack_codes(words: Tensor, bits: int, k: int) -> Tensor:
@@ -84,11 +94,7 @@ def pack_plane(codes: Tensor, bits: int) -> Tensor:
 
     Returns: [N, words_per_row(K, bits)] int32.
     """
-    n, k = codes.shape
-    padded = F.pad(codes, (0, -k % K_BLOCK))
-    parts = padded.view(n, -1, bits, 4 // bits, 2, 2, 4, 2).permute(0, 1, 6, 2, 3, 4, 5, 7)
-    words = parts.int() << _plane_shifts(bits, codes.device).int()
-    return words.sum((-4, -3, -2, -1), dtype=torch.int32).view(n, -1)
+    return _pack(codes, bits)
 
 
 def unpack_plane(words: Tensor, bits: int, k: int) -> Tensor:
