@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lockstep import LLM, SamplingParams
+from lockstep.answer import Answer
 from lockstep.check.engines import CheckEngine
-from lockstep.check.judges.answers import Answer
 from lockstep.check.random_adapters import write_random_adapter
 from lockstep.errors import LockstepError, RequestError
 from lockstep.outputs import RequestMetrics

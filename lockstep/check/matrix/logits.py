@@ -12,10 +12,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from lockstep.answer import Answer
 from lockstep.check import oracle_drafter
 from lockstep.check.drafters import requested_drafter, settings_with
 from lockstep.check.engines import CheckEngine, Comparison, build
-from lockstep.check.judges.answers import ACCEPTED, CACHED, DRAFTED, Answer, count_events
+from lockstep.check.judges.answers import ACCEPTED, CACHED, DRAFTED, count_events
 from lockstep.check.judges.digests import LogitDigests
 from lockstep.check.matrix.cases import Batch, Case, prefixes_to_cache
 from lockstep.check.matrix.logits_setups import SIZES, batches, engines, make_cases

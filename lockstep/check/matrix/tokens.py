@@ -6,9 +6,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lockstep.answer import Answer
 from lockstep.check.drafters import settings_with
 from lockstep.check.engines import CheckEngine, Comparison, build
-from lockstep.check.judges.answers import CACHED, DRAFTED, PREEMPTIONS, Answer, count_events
+from lockstep.check.judges.answers import CACHED, DRAFTED, PREEMPTIONS, count_events
 from lockstep.check.judges.trace import compare, traced
 from lockstep.check.matrix.cases import Batch, Case, cyclic_slice, make_cases, prefixes_to_cache
 from lockstep.check.matrix.setups import BATCHES, PREEMPTED, PREFIX_HIT, SIZES, Setup, Size, setups
