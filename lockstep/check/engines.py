@@ -229,7 +229,8 @@ def count_observers(worker: Worker, change: int) -> None:
 
 def build(model: str | None, settings: dict[str, Any], hooks: CheckHooks = NO_HOOKS) -> CheckEngine:
     """Build an engine with these settings and hooks. Raises what LLM raises."""
-    config = EngineConfig.read(model=model, **{**settings, "audit": True})
+    # Ranks compare their tables. No answer is audited, since no EngineLoop runs these engines.
+    config = EngineConfig.read(model=model, **{**settings, "audit": 1.0})
     return CheckEngine(LLM.from_engine(build_engine(config, hooks=hooks)))
 
 
