@@ -1,11 +1,12 @@
 """Conformance check: prove that optimizations never change an output."""
 
+from lockstep.check.audit_replay import replay_audit
 from lockstep.check.matrix.logits import run_logits
 from lockstep.check.matrix.setups import SIZES
 from lockstep.check.report.report import Interrupted, Report
 from lockstep.check.run import run_check, run_replay
 from lockstep.check.scenarios.examiner import Effort
-from lockstep.check.scenarios.scenario import read_scenario
+from lockstep.check.scenarios.scenario import Scenario, read_replay, read_scenario
 from lockstep.check.shard import Shard
 
 __all__ = [
@@ -13,8 +14,11 @@ __all__ = [
     "Effort",
     "Interrupted",
     "Report",
+    "Scenario",
     "Shard",
+    "read_replay",
     "read_scenario",
+    "replay_audit",
     "run_check",
     "run_logits",
     "run_replay",

@@ -77,7 +77,8 @@ def check(
         bool, typer.Option("--oracle", help="also compare logits with Hugging Face transformers")
     ] = False,
     replay: Annotated[
-        Path | None, typer.Option("--replay", help="run only the scenario of this file")
+        Path | None,
+        typer.Option("--replay", help="run only the scenario, or the audit, of this file"),
     ] = None,
     page: Annotated[
         Path | None, typer.Option("--report", help="write an HTML report to this file")
@@ -187,7 +188,7 @@ def _size(quick: bool, full: bool, logits: bool, replay: Path | None, shard: str
         raise ConfigError("--quick and --full exclude each other; choose one of them.")
     if replay and (quick or full or logits or shard is not None):
         raise ConfigError(
-            "--replay runs one scenario; leave --quick, --full, --logits and --shard out."
+            "--replay runs one file; leave --quick, --full, --logits and --shard out."
         )
     if quick:
         return "quick"
@@ -234,8 +235,10 @@ def _run(
     from lockstep.check import (
         SIZES,
         Effort,
+        Scenario,
         Shard,
-        read_scenario,
+        read_replay,
+        replay_audit,
         run_check,
         run_logits,
         run_replay,
@@ -249,7 +252,11 @@ def _run(
     progress: dict[str, Any] = {} if on_progress is None else {"progress": on_progress}
     shard = Shard() if run_options["shard"] is None else Shard.read(run_options["shard"])
     if replay:
-        return run_replay(read_scenario(replay), model, **engine_settings)
+        repeated = read_replay(replay)
+        if isinstance(repeated, Scenario):
+            return run_replay(repeated, model, **engine_settings)
+        changed = {name: settings[name] for name in changed_settings(settings, ())}
+        return replay_audit(repeated, **changed)
     if logits:
         return run_logits(size, model, shard=shard, **progress, **engine_settings)
     effort = Effort(
