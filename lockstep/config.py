@@ -267,10 +267,10 @@ class EngineConfig(Settings):
     distributed_timeout_seconds: Annotated[int, Field(ge=1, le=86_400)] = setting(
         600, "seconds that hosts wait for each other at the start, and ranks in an exchange"
     )
-    audit: bool = setting(
-        False,
-        "compare the row tables of all tensor-parallel ranks every 16 steps",
-        remedy=_CHOOSE_ONE,
+    audit: Annotated[float, Field(ge=0.0, le=1.0)] = setting(
+        0.0,
+        "share of ended requests that the idle engine runs again to compare the answers, e.g. "
+        "0.01; above 0, tensor-parallel ranks also compare their row tables, every 16 steps",
     )
     kernels: Kernels | None = setting(
         None,
@@ -309,6 +309,11 @@ class EngineConfig(Settings):
         speculative = self.speculative_config
         if speculative is None or speculative.synthetic_acceptance is None:
             return
+        if self.audit:
+            raise ConfigError(
+                f"audit={self.audit} is not allowed with synthetic_acceptance, whose tokens are "
+                "not the model's. Remove one of them."
+            )
         # With real weights synthetic acceptance would emit tokens that the model never chose.
         if self.load_format != "dummy":
             raise ConfigError(

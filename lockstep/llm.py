@@ -455,6 +455,8 @@ class _Call:
     def run(self) -> None:
         """Serve all requests until they end; an exception aborts the unfinished ones."""
         self._show(0, len(self._groups))
+        transport = self._client.transport
+        assert isinstance(transport, ThreadTransport)
         try:
             requests = [
                 (request, partial(self._take, group, index))
@@ -465,12 +467,14 @@ class _Call:
             self._client.submit(requests, self._inbox)
             while self._open:
                 self._inbox.deliver()
+            transport.wait_until_idle()  # for the audits of these answers
+        except BaseException:
+            transport.drop_audits()
+            raise
         finally:
             for request_id in self._open:
                 self._client.abort(request_id)
             # The caller may use the engine's own methods next: they need an idle engine.
-            transport = self._client.transport
-            assert isinstance(transport, ThreadTransport)
             transport.wait_until_idle()
 
     def _take(self, group: RequestGroup, index: int, update: Update) -> None:

@@ -75,7 +75,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("kv_offloading_size", "4GX", "numbers from 0 to 1048576"),
     ("snapshot_every", 0, "from 1 to 1048576"),
     ("enable_prefix_caching", "no", "True, False"),
-    ("audit", "no", "True, False"),
+    ("audit", "no", "numbers from 0.0 to 1.0"),
     ("sync_kernels", "no", "True, False"),
     ("kernels", "linear", "OP=BACKEND"),
     ("kernels", ["linear=cpu", "linear=triton"], "each op once"),

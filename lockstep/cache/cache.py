@@ -183,7 +183,7 @@ class Cache:
         span = size * self.config.snapshot_every
         passes = tokens // span > start // span
         ends = (len(seq.prompt) // size * size, seq.branch)
-        return tokens > start and (passes or tokens in ends)
+        return seq.publish and tokens > start and (passes or tokens in ends)
 
     def snapshot(self, seq: CacheSeq, tokens: int) -> int:
         """Return a slot for the state after `tokens` prompt tokens (whole pages); 0 for none."""
@@ -197,7 +197,7 @@ class Cache:
         With recurrent state only prompt pages are shared, since only states of the chunked form can
         be resumed.
         """
-        if self.config.enable_prefix_caching:
+        if self.config.enable_prefix_caching and seq.publish:
             self.paged.commit(seq, min(tokens, len(seq.prompt)) if self.state else tokens)
 
     def end_schedule(self) -> tuple[Moves, Moves]:

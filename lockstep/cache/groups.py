@@ -32,10 +32,11 @@ class CacheSeq:
 
     output: the request's own list of answer tokens, which grows. salt: root of the page keys
     (salt_of); pages are shared among requests of the same root only. reuse: whether the request may
-    resume cached prefixes. cache_salt, adapter: the salt and the adapter's name of which the root
-    is a hash; only a block log reads them. digests: token position -> digest of the content that a
-    placeholder token there represents, such as an image. pages: page j has tokens [j * page_size,
-    (j + 1) * page_size); the first `published` are cached. slot: state slot, 0 for none. source:
+    resume cached prefixes. publish: whether its pages and snapshots are cached for others.
+    cache_salt, adapter: the salt and the adapter's name of which the root is a hash; only a block
+    log reads them. digests: token position -> digest of the content that a placeholder token there
+    represents, such as an image. pages: page j has tokens [j * page_size, (j + 1) * page_size); the
+    first `published` are cached. slot: state slot, 0 for none. source:
     slot of the snapshot that the sequence resumed from, 0 for none. branch: tokens of a cached
     prefix whose state has no snapshot, else 0; another prompt shares the prefix and continues
     differently after it. keys: keys of the first pages, computed on demand.
@@ -45,6 +46,7 @@ class CacheSeq:
     output: Sequence[int] = ()
     salt: bytes = b""
     reuse: bool = True
+    publish: bool = True
     cache_salt: str = ""
     adapter: str = ""
     digests: Mapping[int, bytes] = field(default_factory=dict)

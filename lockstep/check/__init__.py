@@ -1,10 +1,11 @@
 """Conformance check: prove that optimizations never change an output."""
 
+from lockstep.check.audit_replay import replay_audit
 from lockstep.check.matrix.setups import SIZES
 from lockstep.check.report.report import Interrupted, Report
 from lockstep.check.run import run_check, run_replay
 from lockstep.check.scenarios.examiner import Effort
-from lockstep.check.scenarios.scenario import read_scenario
+from lockstep.check.scenarios.scenario import Scenario, read_replay, read_scenario
 from lockstep.check.sections import SECTIONS
 from lockstep.check.shard import Shard
 
@@ -14,8 +15,11 @@ __all__ = [
     "Effort",
     "Interrupted",
     "Report",
+    "Scenario",
     "Shard",
+    "read_replay",
     "read_scenario",
+    "replay_audit",
     "run_check",
     "run_replay",
 ]

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from lockstep.answer import Answer, Mismatch, exact_logprobs
 from lockstep.cache.cache import CacheConfig
 from lockstep.check.drafters import WatchedDrafter, prediction_of, settings_with
-from lockstep.check.judges.answers import Answer, Mismatch, count_events, exact_logprobs
+from lockstep.check.judges.answers import count_events
 from lockstep.check.judges.digests import LogitDigests
 from lockstep.check.matrix.cases import Batch, Case
 from lockstep.check.matrix.setups import PLAIN, Setup
@@ -240,7 +241,8 @@ def build(
     processors: those of engines with the same tokenizer. The engine takes one of them, or adds its
     own.
     """
-    config = EngineConfig.read(model=model, **{**settings, "audit": True})
+    # Ranks compare their tables. No answer is audited, since no EngineLoop runs these engines.
+    config = EngineConfig.read(model=model, **{**settings, "audit": 1.0})
     engine = build_engine(config, hooks=hooks)
     if processors is None:
         return CheckEngine(LLM.from_engine(engine))

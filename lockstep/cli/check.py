@@ -80,7 +80,8 @@ def check(
         bool, typer.Option("--fail-fast", help="stop at the first difference")
     ] = False,
     replay: Annotated[
-        Path | None, typer.Option("--replay", help="run only the scenario of this file")
+        Path | None,
+        typer.Option("--replay", help="run only the scenario, or the audit, of this file"),
     ] = None,
     page: Annotated[
         Path | None, typer.Option("--report", help="write an HTML report to this file")
@@ -204,8 +205,7 @@ def _sections(value: str, replay: Path | None, divided: bool) -> tuple[str, ...]
 
     if replay and (value or divided):
         raise ConfigError(
-            "--replay runs one scenario; leave --quick, --full, --sections, --seconds and --shard "
-            "out."
+            "--replay runs one file; leave --quick, --full, --sections, --seconds and --shard out."
         )
     return section_names(value)
 
@@ -239,13 +239,26 @@ def _run(
     run_options: dict[str, Any],
     on_progress: "Progress | None",
 ) -> "Report":
-    """Replay a scenario, or run the sections of a check. Raises Interrupted."""
-    from lockstep.check import SIZES, Effort, Shard, read_scenario, run_check, run_replay
+    """Replay a scenario or an audit, or run the sections of a check. Raises Interrupted."""
+    from lockstep.check import (
+        SIZES,
+        Effort,
+        Scenario,
+        Shard,
+        read_replay,
+        replay_audit,
+        run_check,
+        run_replay,
+    )
 
     model = settings["model"]
     engine_settings: dict[str, Any] = {name: settings[name] for name in USER_SETTINGS}
     if run_options["replay"]:
-        return run_replay(read_scenario(run_options["replay"]), model, **engine_settings)
+        repeated = read_replay(run_options["replay"])
+        if isinstance(repeated, Scenario):
+            return run_replay(repeated, model, **engine_settings)
+        changed = {name: settings[name] for name in changed_settings(settings, ())}
+        return replay_audit(repeated, **changed)
     progress: dict[str, Any] = {} if on_progress is None else {"progress": on_progress}
     shard = Shard() if run_options["shard"] is None else Shard.read(run_options["shard"])
     effort = Effort(

@@ -9,11 +9,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lockstep.cache.block_log import BlockEvent
 from lockstep.cache.cache import Cache
 from lockstep.cache.host_tier import PAGES, SLOTS
+from lockstep.engine.audit_record import AuditRecord
+from lockstep.engine.auditor import Auditor
 from lockstep.engine.executor import Executor, PendingResults
 from lockstep.engine.scheduler_factory import cache_config, make_scheduler
 from lockstep.engine.stats import DecodeStep, Stats
@@ -68,7 +71,8 @@ def _refuse_with_synthetic_tokens(request: Request) -> None:
 class Engine:
     """Control plane of one model: it owns a scheduler and an executor.
 
-    on_begin: called with the ids of requests before the step that gives them a row.
+    on_begin: called with the ids of requests before the step that gives them a row. auditor: queue
+    of audits; the loop that runs the engine adds them when there is no other work.
 
     All methods belong to one thread, except check() and drain_stats(). Counters change under a lock
     that is never taken while the device is waited for.
@@ -97,6 +101,7 @@ class Engine:
         self.block_log = (
             self.scheduler.cache.log_blocks() if events is not None and events.is_on else None
         )
+        self.auditor = Auditor(self.config.audit, partial(AuditRecord.of, self.config, self.plan))
         self.stats = Stats()
         self._counting = threading.Lock()
         self._in_flight: deque[tuple[Schedule, PendingResults]] = deque()
@@ -133,7 +138,7 @@ class Engine:
                     metrics.num_draft_tokens,
                     metrics.num_accepted_tokens,
                 )
-            else:
+            elif not request.is_audit:
                 self.stats.prompt_tokens_total += len(request.prompt_token_ids)
 
     def abort(self, request_id: str) -> Request | None:
@@ -152,7 +157,7 @@ class Engine:
     def _end(self, request_id: str, reason: str) -> Request | None:
         with self._counting:
             request = self.scheduler.abort(request_id, reason)
-            if request is not None:
+            if request is not None and not request.is_audit:
                 self.stats.requests_success_total[reason] += 1
         self._counted.pop(request_id, None)
         return request
@@ -174,7 +179,9 @@ class Engine:
                 self._in_flight.append((schedule, pending))
         # Without new steps nothing else would read the ones in flight.
         idle = not schedule.computes
-        if self._in_flight and (idle or len(self._in_flight) >= self.plan.steps_in_flight):
+        # A request that arrives during an audit waits for one step at most.
+        max_in_flight = 1 if self.scheduler.is_auditing else self.plan.steps_in_flight
+        if self._in_flight and (idle or len(self._in_flight) >= max_in_flight):
             return self._read()
         return []
 
@@ -197,15 +204,21 @@ class Engine:
             if results.decode_ms is not None:
                 kind = (len(schedule.decode), schedule.num_drafts, self.scheduler.context(schedule))
                 self.stats.observe("decode_steps", DecodeStep(results.decode_ms / 1e3, *kind))
+            is_audit = self.scheduler.is_auditing
             touched = self.scheduler.update(schedule, results)
-            now = time.monotonic()
-            generated = self.stats.generation_tokens_total
-            for request in touched:
-                self._count(request, now)
-            tokens = sum(chunk.length for chunk in schedule.prompt)
-            tokens += self.stats.generation_tokens_total - generated
-            self.stats.observe("iteration_tokens", tokens)
+            if not is_audit:
+                self._count_tokens(schedule, touched)
         return touched
+
+    def _count_tokens(self, schedule: Schedule, touched: Sequence[Request]) -> None:
+        """Count the tokens of a schedule and of the requests that it touched."""
+        now = time.monotonic()
+        generated = self.stats.generation_tokens_total
+        for request in touched:
+            self._count(request, now)
+        tokens = sum(chunk.length for chunk in schedule.prompt)
+        tokens += self.stats.generation_tokens_total - generated
+        self.stats.observe("iteration_tokens", tokens)
 
     def _count(self, request: Request, now: float) -> None:
         has_ended = request.finish_reason is not None
@@ -252,6 +265,10 @@ class Engine:
         stats.prefix_hits_total = cache.hit_tokens
         stats.prefix_queries_total = cache.query_tokens
         self._count_moves(cache)
+        stats.audited_requests_total = self.auditor.num_audited
+        stats.audit_differences_total = self.auditor.num_differences
+        stats.audits_dropped_total = self.auditor.num_dropped
+        stats.num_audits_pending = self.auditor.num_pending
         stats.drafts_total = scheduler.drafted_rows
         stats.accepted_at = tuple(scheduler.accepted_at)
         return stats

@@ -42,12 +42,16 @@ class EngineLoop:
     `deliver` is called in the thread of run(), with data that the engine does not share, and so is
     `deliver_blocks`, before a step's updates. submit(), abort() and stop() may be called from any
     thread; they take effect between two steps.
+
+    The engine's audits run while there is no other work. A request that arrives stops the audit
+    that runs, which begins again later.
     """
 
     def __init__(
         self, engine: Engine, deliver: Deliver, deliver_blocks: DeliverBlocks = ignore_blocks
     ) -> None:
         self.engine = engine
+        self._auditor = engine.auditor
         self._deliver = deliver
         self._deliver_blocks = deliver_blocks
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -76,9 +80,13 @@ class EngineLoop:
         """Drop all cached prefixes before the next step. Requests submitted later find none."""
         self._commands.put(self.engine.reset_prefix_cache)
 
+    def drop_audits(self) -> None:
+        """Drop all audits before the next step."""
+        self._commands.put(lambda: self._end_audit(self._auditor.drop_all()))
+
     def notify_when_idle(self) -> threading.Event:
-        """Return an event that is set once all commands before this call took effect and no step
-        is in flight, or another request keeps the engine busy."""
+        """Return an event that is set once all commands before this call took effect, no audit is
+        left and no step is in flight, or another request keeps the engine busy."""
         idle = threading.Event()
         self._commands.put(lambda: self._idle_events.append(idle))
         return idle
@@ -117,7 +125,8 @@ class EngineLoop:
 
     def _serve(self) -> None:
         while self._take_commands():
-            touched = [request for request in self._step() if self._has_news(request)]
+            requests = self._auditor.take(self._step())
+            touched = [request for request in requests if self._has_news(request)]
             self._emit_blocks()  # whoever reads an answer may rely on its blocks being published
             # Clients of finished requests wait for nothing else, so they are served first.
             self._emit([one for one in touched if one.finish_reason is not None])
@@ -141,7 +150,7 @@ class EngineLoop:
         """
         while True:
             self._emit_blocks()
-            is_idle = not self.engine.has_work()
+            is_idle = not (self.engine.has_work() or self._begin_audit())
             if is_idle or self._sent:
                 self._notify_idle()
             try:
@@ -156,8 +165,21 @@ class EngineLoop:
         while self._idle_events:
             self._idle_events.pop().set()
 
+    def _begin_audit(self) -> bool:
+        """Add the next audit to the idle engine; return whether one waited."""
+        request = self._auditor.begin()
+        if request is not None:
+            self.engine.add(request)
+        return request is not None
+
+    def _end_audit(self, request: Request | None) -> None:
+        """Abort the request of an audit, if one ran."""
+        if request is not None:
+            self.engine.abort(request.id)
+
     def _add(self, requests: Sequence[Request]) -> None:
-        """Add requests to the engine."""
+        """Add requests to the engine, which run before the audits."""
+        self._end_audit(self._auditor.pause())
         for request in requests:
             try:
                 self.engine.add(request)
@@ -184,6 +206,7 @@ class EngineLoop:
 
     def _recover(self) -> None:
         """Recover from the exception of a step, which is being handled."""
+        self._end_audit(self._auditor.drop())
         begun = ", ".join(self.engine.scheduler.begun()) or "none"
         log.exception("a step failed; its requests go on from their tokens: %s", begun)
         ended = self.engine.recover()

@@ -342,6 +342,8 @@ class ProcessTransport:
             before.requests_success_total["error"] += loss.num_ended
             self._past_stats = replace(
                 before,
+                num_audits_pending=0,
+                audits_dropped_total=before.audits_dropped_total + before.num_audits_pending,
                 restarts_total=before.restarts_total + 1,
                 resumed_total=before.resumed_total + loss.num_resumed,
             )

@@ -29,7 +29,9 @@ class Stats:
     iteration_tokens: prompt and generated tokens of each step. host_hits_total: those
     prefix_hits_total tokens whose pages came back from the host tier. kv_event_batches_total,
     kv_event_batches_dropped_total: batches of KV events that were published, and dropped since the
-    publisher's queue was full.
+    publisher's queue was full. audited_requests_total, audit_differences_total: ended requests
+    that ran again, and those of them whose answers differed. audits_dropped_total: requests that
+    were chosen for an audit and did not run again.
     """
 
     num_running: int = 0
@@ -39,6 +41,7 @@ class Stats:
     pages: int = 0
     host_pages_used: int = 0
     host_pages: int = 0
+    num_audits_pending: int = 0
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
     draft_tokens_total: int = 0
@@ -58,6 +61,9 @@ class Stats:
     resumed_total: int = 0
     kv_event_batches_total: int = 0
     kv_event_batches_dropped_total: int = 0
+    audited_requests_total: int = 0
+    audit_differences_total: int = 0
+    audits_dropped_total: int = 0
     accepted_at: tuple[int, ...] = ()
     requests_success_total: Counter[str] = field(default_factory=Counter)
     ttft_seconds: list[float] = field(default_factory=list)

@@ -45,13 +45,18 @@ class ThreadTransport:
             self._thread.join(STOP_SECONDS)
 
     def wait_until_idle(self) -> None:
-        """Wait until all submits and aborts so far took effect and no step is in flight.
+        """Wait until all submits and aborts so far took effect, no audit is left and no step is in
+        flight.
 
         Where another request keeps the engine busy, steps may be in flight.
         """
         idle = self.loop.notify_when_idle()
         while self._thread.is_alive() and not idle.wait(DEAD_THREAD_SECONDS):
             continue
+
+    def drop_audits(self) -> None:
+        """Drop all audits before the next step."""
+        self.loop.drop_audits()
 
     def submit(self, requests: Sequence[Request]) -> None:
         """See Transport."""

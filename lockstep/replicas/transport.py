@@ -509,6 +509,7 @@ _NO_GAUGES: dict[str, Any] = dict.fromkeys(
         "pages",
         "host_pages_used",
         "host_pages",
+        "num_audits_pending",
     ),
     0,
 )

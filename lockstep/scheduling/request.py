@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lockstep.errors import RequestError
 from lockstep.outputs import ForcedMismatch, Logprob, RequestMetrics, TokenSource
@@ -62,6 +62,8 @@ class Request:
     does not read it. max_len: maximum tokens of prompt and answer together; set by the scheduler.
     num_resumed: tokens of the answer that the client has from an earlier run; they are forced.
     failures: failures of the engine while it ran this request, since its latest new token.
+    is_audit: it repeats an ended request to compare the answers. It neither reads nor fills the
+    prefix cache, no drafter learns from it, and no statistic of requests counts it.
     token_sources: one per token of the answer. finish_reason: stop, length, abort or error once the
     request has ended. stop_reason: the id in stop_token_ids that ended it. error: message for the
     client where finish_reason is "error".
@@ -82,6 +84,7 @@ class Request:
     max_len: int = 2**31 - 1
     num_resumed: int = 0
     failures: int = 0
+    is_audit: bool = False
     output_token_ids: list[int] = field(default_factory=list)
     token_sources: list[TokenSource] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
@@ -184,6 +187,36 @@ class Request:
         self.prompt_logprobs = []
         if self.grammar is not None:
             self.grammar = self.grammar.fresh()
+
+    def audit(self) -> "Request":
+        """Return a request that repeats this one, which has ended, without drafts and cached pages.
+
+        Tokens that were forced since an engine was lost are generated again.
+        """
+        params = self.params
+        # Forced tokens that the model would not have chosen end an answer with an error.
+        is_own_answer = params.forced_mismatch == "error" and self.finish_reason != "error"
+        if self.num_resumed and is_own_answer:
+            params = params.clone(forced_token_ids=None)
+        return replace(
+            self,
+            id=f"audit-{self.id}",
+            params=params,
+            arrival=time.monotonic(),
+            grammar=None if self.grammar is None else self.grammar.fresh(),
+            speculate=False,
+            num_resumed=0,
+            failures=0,
+            is_audit=True,
+            output_token_ids=[],
+            token_sources=[],
+            logprobs=[],
+            prompt_logprobs=[],
+            finish_reason=None,
+            stop_reason=None,
+            error=None,
+            metrics=RequestMetrics(),
+        )
 
     def _ends_by_mismatch(self) -> bool:
         """Return whether the next token is a forced one at which the request ends with an error."""

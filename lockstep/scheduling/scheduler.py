@@ -163,8 +163,13 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Return the number of requests with a row."""
-        return len(self.running)
+        """Return the number of requests with a row, audits excluded."""
+        return len(self.running) - self.is_auditing
+
+    @property
+    def is_auditing(self) -> bool:
+        """Return whether an audit has a row; an audit runs alone."""
+        return bool(self.running) and self.running[0].request.is_audit
 
     @property
     def num_waiting(self) -> int:
@@ -247,10 +252,11 @@ class Scheduler:
     def _cache_seq(self, request: Request) -> CacheSeq:
         """Return a new cache record of a request."""
         # Prompt log-probabilities need every position computed, so no prefix is reused.
-        reuse = request.params.prompt_logprobs is None
+        reuse = request.params.prompt_logprobs is None and not request.is_audit
         root = self.cache_root(request)
         prompt, output = request.prompt_token_ids, request.output_token_ids
-        return CacheSeq(prompt, output, root, reuse, request.cache_salt, request.adapter)
+        publish = not request.is_audit
+        return CacheSeq(prompt, output, root, reuse, publish, request.cache_salt, request.adapter)
 
     def cache_root(self, request: Request) -> bytes:
         """Return the root of a request's page keys."""
@@ -381,7 +387,7 @@ class Scheduler:
         if request.finish_reason is not None:
             self._finish(entry)
             # Drafts from a salted answer would reveal it to other users by their timing.
-            if not request.cache_salt:
+            if not (request.cache_salt or request.is_audit):
                 self.answers.append(request.output_token_ids)
         return request
 

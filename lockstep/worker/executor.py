@@ -75,7 +75,7 @@ class InProcessExecutor:
     def __init__(self, config: EngineConfig, progress: Progress, hooks: CheckHooks) -> None:
         self.config = config
         self._num_schedules = 0
-        self._audits = config.audit and config.tensor_parallel_size > 1
+        self._audits = config.audit > 0 and config.tensor_parallel_size > 1
         self.peers = start_ranks(config, hooks, progress)
         try:
             startup = WorkerStartup(config, progress, hooks, self.peers.group)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lockstep import LLM, SamplingParams
+from lockstep.answer import Answer
 from lockstep.check.engines import CheckEngine
-from lockstep.check.judges.answers import Answer
 from lockstep.check.random_adapters import write_random_adapter
 from lockstep.errors import LockstepError, RequestError
 from lockstep.outputs import RequestMetrics
@@ -159,7 +159,7 @@ def test_audit_names_a_rank_with_other_adapters(
 ) -> None:
     monkeypatch.setattr(executor, "start_ranks", ThreadRanks)
     monkeypatch.setattr(executor, "AUDIT_EVERY", 1)
-    llm = make_engine(None, lora_modules=adapters, tensor_parallel_size=2, audit=True)
+    llm = make_engine(None, lora_modules=adapters, tensor_parallel_size=2, audit=0.001)
     llm.generate("The", replace(GREEDY, max_tokens=2), lora_request="first")
     executor_of(llm.engine).collective_rpc(change_adapters)
     with pytest.raises(LockstepError, match=r"rank 1 has another row table than rank 0 \(adapters"):

@@ -57,6 +57,7 @@ MAMBA = "kernels.mamba2.cpu"
 OF_MAMBA = "tests/regressions/test_f2_f4_mamba2.py"
 OF_COMMITTED = "tests/kernels/test_committed.py"
 OF_FORCED = "tests/engine/test_forced.py"
+OF_AUDITS = "tests/engine/test_audit.py"
 OF_NEMOTRON = "tests/models/test_nemotron_h.py"
 EAGLE3 = "models.eagle3"
 OF_EAGLE3 = "tests/spec/test_eagle3.py::test_drafts_equal_the_paper"
@@ -618,8 +619,26 @@ FAULTS = (
     Fault(
         "prompt log-probabilities skip cached tokens", "scheduler", SCHEDULER,
         "Scheduler._cache_seq",
-        "$reuse = $request.params.prompt_logprobs is None",
-        "$reuse = True",
+        "$reuse = $request.params.prompt_logprobs is None and not $request.is_audit",
+        "$reuse = not $request.is_audit",
+    ),
+    Fault(
+        "audits resume cached prefixes", "scheduler", SCHEDULER, "Scheduler._cache_seq",
+        "$request.params.prompt_logprobs is None and not $request.is_audit",
+        "$request.params.prompt_logprobs is None",
+        f"{OF_AUDITS}::test_audits_use_no_cached_prefix",
+    ),
+    Fault(
+        "a request waits for two steps of an audit", "engine", "engine.engine", "Engine.step",
+        "1 if self.scheduler.is_auditing else self.plan.steps_in_flight",
+        "self.plan.steps_in_flight",
+        f"{OF_AUDITS}::test_requests_stop_audits",
+    ),
+    Fault(
+        "audits compare no log-probabilities", "engine", "engine.auditor", "answer_of",
+        "exact_logprobs($request.logprobs)",
+        "()",
+        f"{OF_AUDITS}::test_wrong_logprobs_are_a_difference",
     ),
     Fault(
         "page grants of a preempted row remain", "scheduler", SCHEDULER, "Scheduler._preempt",

@@ -579,7 +579,7 @@ def test_two_nodes_of_two_ranks_give_the_answers_of_one_process(brief_silence: N
         **SIZES,
         "model": str(Path(__file__).parents[1] / "assets" / "moe"),
         "speculative_config": DRAFTING,
-        "audit": True,
+        "audit": 0.001,
     }
     params = [replace(GREEDY, logprobs=1), SEEDED, replace(SEEDED, seed=9, prompt_logprobs=1)]
     alone = LLM.from_engine(build_engine(EngineConfig.read(**settings)))

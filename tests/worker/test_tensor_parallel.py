@@ -69,7 +69,7 @@ def generate(model: str | None, size: int, settings: dict[str, Any]) -> tuple[li
     """Return the answers of an engine of `size` ranks, and its fingerprint."""
     folder = {} if model is None else {"model": str(ASSETS / model)}
     sizes = dict(tensor_parallel_size=size, max_model_len=256, max_num_seqs=4)
-    llm = LLM(**folder, **sizes, audit=True, **settings)
+    llm = LLM(**folder, **sizes, audit=0.001, **settings)
     outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     return [answer(output) for output in outputs], llm.engine.fingerprint
 
@@ -101,7 +101,7 @@ def test_audit_names_a_rank_with_another_table(monkeypatch: pytest.MonkeyPatch) 
         tensor_parallel_size=2,
         max_model_len=256,
         max_num_seqs=4,
-        audit=True,
+        audit=0.001,
         speculative_config=NGRAM,
     )
     llm.generate(PROMPTS[0], replace(GREEDY, max_tokens=2))

@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lockstep.answer import Answer, Mismatch
 from lockstep.check.engines import ONE_TOKEN, CheckEngine, Completion, Conversation, rendered
 from lockstep.check.judges import numpy_sampler
-from lockstep.check.judges.answers import Answer, Mismatch
 from lockstep.check.judges.digests import RawLogits, digest
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.answer import Answer
 from lockstep.check.engines import Conversation, rendered
-from lockstep.check.judges.answers import Answer
 from lockstep.check.judges.plain_runs import SERVED, PlainRuns
 from lockstep.check.random_adapters import NAMES
 from lockstep.check.scenarios.features import THOUGHTS

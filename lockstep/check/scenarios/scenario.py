@@ -14,6 +14,7 @@ from lockstep.check.drafters import ANSWERS_KEPT, NO_DRAFTER, hooks_of, speculat
 from lockstep.check.engines import Conversation
 from lockstep.check.judges.plain_runs import SERVED
 from lockstep.check.scenarios.invariants import ANOTHER_ROW, AT_ONCE, LATER
+from lockstep.engine.audit_record import AuditRecord
 from lockstep.errors import ConfigError, choice_error
 from lockstep.sampling_params import SamplingParams
 from lockstep.settings import why_unread
@@ -44,8 +45,8 @@ AFTER_LAUNCH = "after a launch"
 AT_RESULTS = "at the results"
 """Places where an engine raises once."""
 FAILURES = (NO_FAILURE, BEFORE_STEP, AFTER_LAUNCH, AT_RESULTS)
-MAX_BYTES = 1 << 24
-"""Maximum size of a scenario file."""
+MAX_BYTES = 1 << 28
+"""Maximum size of a file to replay: log-probabilities of a long prompt take 1 KB a token."""
 
 
 @dataclass(frozen=True)
@@ -266,18 +267,31 @@ def _request(data: dict[str, Any]) -> ScenarioRequest:
     return ScenarioRequest(**{**_as_tuples(data), "params": params, "conversation": conversation})
 
 
+def read_replay(path: Path) -> Scenario | AuditRecord:
+    """Return the scenario, or the audit, of a file. Raises ConfigError if it cannot be read."""
+    data = _read(path)
+    return AuditRecord.read(data) if "audit" in data else Scenario.from_json(data.get("scenario"))
+
+
 def read_scenario(path: Path) -> Scenario:
     """Return the scenario of a file. Raises ConfigError if it cannot be read."""
+    return Scenario.from_json(_read(path).get("scenario"))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a file. Raises ConfigError if it cannot be read."""
     try:
         size = path.stat().st_size
         if size > MAX_BYTES:
             raise ValueError(f"it has {size} bytes, at most {MAX_BYTES} are allowed")
         data = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(data, dict):
+            raise ValueError("it has no JSON object")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} cannot be read: {why_unread(error)}. Name a file that lockstep check wrote."
         ) from None
-    return Scenario.from_json(data.get("scenario") if isinstance(data, dict) else data)
+    return data
 
 
 def write_scenario(path: Path, scenario: Scenario, **about: Any) -> None:

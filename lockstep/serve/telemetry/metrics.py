@@ -16,6 +16,7 @@ _GAUGES = {
     "num_running": ("num_requests_running", "Requests that are running."),
     "num_waiting": ("num_requests_waiting", "Requests that wait."),
     "num_swapped": ("num_requests_swapped", "Requests that wait in host memory."),
+    "num_audits_pending": ("audits_pending", "Ended requests that will run again."),
 }
 _COUNTERS = {
     "prompt_tokens_total": ("prompt_tokens", "Prompt tokens received."),
@@ -32,6 +33,15 @@ _COUNTERS = {
     "resumed_total": (
         "requests_resumed",
         "Requests that went on after the engine failed while it ran them.",
+    ),
+    "audited_requests_total": ("audited_requests", "Ended requests that ran again."),
+    "audit_differences_total": (
+        "audit_differences",
+        "Audited requests whose second answer differed; it should stay 0.",
+    ),
+    "audits_dropped_total": (
+        "audits_dropped",
+        "Requests that were chosen for an audit and did not run again.",
     ),
     "kv_event_batches_total": ("kv_event_batches", "Batches of KV events that were published."),
     "kv_event_batches_dropped_total": (

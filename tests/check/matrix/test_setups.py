@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from lockstep.check.judges.answers import Answer
+from lockstep.answer import Answer
 from lockstep.check.judges.trace import compare
 from lockstep.check.matrix.cases import Case
 from lockstep.check.matrix.setups import (

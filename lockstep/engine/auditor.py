@@ -1,0 +1,199 @@
+"""Audit of served answers: an idle engine runs some ended requests again and compares the answers.
+
+The second run is alone, without drafts and without cached prefixes, so the answers are equal unless
+one of these changes tokens.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from tempfile import gettempdir
+
+from lockstep.answer import Answer, Mismatch, exact_logprobs
+from lockstep.engine.audit_record import AuditRecord
+from lockstep.scheduling.request import Request
+
+log = logging.getLogger("lockstep.engine")
+
+MAX_PENDING = 1024
+"""Maximum audits that wait for an idle engine."""
+MAX_PENDING_BYTES = 64 << 20
+"""Maximum estimated bytes of the requests and answers of these audits."""
+TOKEN_BYTES = 36
+"""Bytes of a token id: an int of Python and its entry in a list."""
+LOGPROB_BYTES = 256
+"""Bytes of a log-probability, and of the dict of its position."""
+
+
+def is_audited(request_id: str, share: float) -> bool:
+    """Return whether a share of all requests includes this one: a hash of its id decides."""
+    digest = blake2b(request_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest) < share * 2**64
+
+
+def answer_of(request: Request) -> Answer:
+    """Return the answer of a request that has ended."""
+    return Answer(
+        tuple(request.output_token_ids),
+        exact_logprobs(request.logprobs),
+        request.metrics,
+        ending=(request.finish_reason, request.stop_reason),
+        prompt_logprobs=exact_logprobs(request.prompt_logprobs),
+    )
+
+
+def first_difference(served: Request, repeated: Request) -> Mismatch | None:
+    """Return the first difference of the answers of a request and its audit, or None."""
+    mismatch = answer_of(served).first_difference(answer_of(repeated))
+    reported, expected = served.metrics.forced_mismatch, repeated.metrics.forced_mismatch
+    if mismatch is None and reported != expected:
+        position = min(report.index for report in (reported, expected) if report is not None)
+        return position, f"forced_mismatch {reported} instead of {expected}"
+    return mismatch
+
+
+@dataclass
+class _Audit:
+    """Audit of a request that has ended. repeated: its second run, once that has begun."""
+
+    served: Request
+    repeated: Request | None = None
+
+    @property
+    def size(self) -> int:
+        """Return the estimated bytes of the request and its answer."""
+        served = self.served
+        tokens = len(served.prompt_token_ids) + len(served.output_token_ids)
+        scored = [*served.logprobs, *served.prompt_logprobs]
+        entries = sum(1 + len(position or ()) for position in scored)
+        return tokens * TOKEN_BYTES + entries * LOGPROB_BYTES
+
+
+class Auditor:
+    """Queue of the requests that an idle engine runs again, and the counters of these audits.
+
+    share: share of the requests that are audited. record: makes the record of a difference.
+    folder: where the first difference is written; the folder of temporary files replaces it where
+    it is not writable.
+
+    All methods belong to the thread of the engine.
+    """
+
+    def __init__(
+        self,
+        share: float,
+        record: Callable[[Request, Answer, Answer, str], AuditRecord],
+        folder: Path = Path(),
+    ) -> None:
+        self.share = share
+        self.num_audited = 0
+        self.num_differences = 0
+        self.num_dropped = 0
+        self._record = record
+        self._folder = folder
+        self._pending: deque[_Audit] = deque()
+        self._pending_bytes = 0
+        self._running: _Audit | None = None
+
+    @property
+    def num_pending(self) -> int:
+        """Return the number of audits that wait or run."""
+        return len(self._pending) + (self._running is not None)
+
+    def begin(self) -> Request | None:
+        """Return the request of the audit that runs next; None if no audit waits."""
+        if not self._pending:
+            return None
+        audit = self._pending.popleft()
+        self._pending_bytes -= audit.size
+        self._running = audit
+        audit.repeated = audit.served.audit()
+        return audit.repeated
+
+    def pause(self) -> Request | None:
+        """Queue the running audit again, from its first token; return its request, to be aborted.
+
+        None if no audit runs.
+        """
+        audit, self._running = self._running, None
+        if audit is None:
+            return None
+        # Last, so that an audit which takes long does not keep shorter ones from their turn.
+        self._queue(audit)
+        return audit.repeated
+
+    def drop(self) -> Request | None:
+        """Drop the running audit; return its request, to be aborted. None if no audit runs."""
+        audit, self._running = self._running, None
+        if audit is None:
+            return None
+        self.num_dropped += 1
+        return audit.repeated
+
+    def drop_all(self) -> Request | None:
+        """Drop all audits; return the request of the running one, to be aborted."""
+        self.num_dropped += len(self._pending)
+        self._pending.clear()
+        self._pending_bytes = 0
+        return self.drop()
+
+    def take(self, touched: list[Request]) -> list[Request]:
+        """Take the requests of a step: compare audits that ended, and queue chosen requests.
+
+        Returns the requests that are no audits.
+        """
+        if not self.share:
+            return touched
+        for request in touched:
+            if request.finish_reason is None:
+                continue
+            if request.is_audit:
+                self._compare()
+            elif is_audited(request.id, self.share):
+                grammar = None if request.grammar is None else request.grammar.fresh()
+                # A grammar that has accepted tokens keeps up to 10 MB.
+                self._queue(_Audit(replace(request, grammar=grammar)))
+        return [request for request in touched if not request.is_audit]
+
+    def _queue(self, audit: _Audit) -> None:
+        """Queue an audit; drop the oldest ones past the limits."""
+        self._pending.append(audit)
+        self._pending_bytes += audit.size
+        while len(self._pending) > MAX_PENDING or self._pending_bytes > MAX_PENDING_BYTES:
+            self._pending_bytes -= self._pending.popleft().size
+            self.num_dropped += 1
+
+    def _compare(self) -> None:
+        """Compare the answers of the running audit, which has ended."""
+        audit, self._running = self._running, None
+        assert audit is not None and audit.repeated is not None
+        self.num_audited += 1
+        served = audit.served
+        mismatch = first_difference(served, audit.repeated)
+        if mismatch is None:
+            return
+        self.num_differences += 1
+        position, what = mismatch
+        remedy = ""
+        if self.num_differences == 1:
+            remedy = self._write(served, audit.repeated, f"position {position}: {what}")
+        # The log never has tokens of answers.
+        log.error(
+            "audit: the answer of request %s differs at output position %d.%s",
+            *(served.id, position, remedy),
+        )
+
+    def _write(self, served: Request, repeated: Request, what: str) -> str:
+        """Write a record to the first folder that takes it; return how to use it."""
+        for folder in (self._folder, Path(gettempdir())):
+            try:
+                record = self._record(served, answer_of(served), answer_of(repeated), what)
+                path = record.write(folder)
+            except (OSError, TypeError) as error:  # an audit never ends the engine
+                reason = f" It could not be written to {folder}: {error}."
+            else:
+                return f" Reproduce: lockstep check --replay {path}"
+        return reason
