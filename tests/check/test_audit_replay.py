@@ -92,7 +92,7 @@ def test_other_numerics_are_named(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["cases"] == 6 and "kv-fp8" in report["numerics"]
-    assert "its numerics are" in report["refused"][0]
+    assert "its numerics are" in report["not_exercised"][0]["reason"]
 
 
 @pytest.mark.parametrize(
