@@ -29,7 +29,7 @@ log = logging.getLogger("lockstep.replicas")
 HEARTBEAT_SECONDS = 0.5
 """Interval between two heartbeats of a replica."""
 UNREAD_SECONDS = 30.0
-"""Time after which a client that does not read its reports has gone: they take memory."""
+"""Time after which a client that reads no reports counts as gone, since they take memory."""
 
 
 @dataclass(frozen=True)
