@@ -43,6 +43,9 @@ WORK = "compiling"
 """Name of the work for progress bars."""
 POLL_SECONDS = 0.1
 """Interval at which progress is shown."""
+STALL_SECONDS = 120.0
+"""Seconds without a compiled kernel after which the processes count as hung. One kernel took at
+most 10 s on the host of an H200."""
 
 
 @dataclass(frozen=True)
@@ -179,9 +182,19 @@ class KernelCompiler:
                 self._done.value += 1
 
     def wait(self, progress: Progress) -> None:
-        """Wait until all kernels are compiled. progress: (WORK, compiled kernels, all kernels)."""
+        """Wait until all kernels are compiled, or none was for STALL_SECONDS.
+
+        progress: called with (WORK, compiled kernels, all kernels).
+        """
+        shown = -1
+        last = time.monotonic()
         while any(process.is_alive() for process in self._processes):
-            progress(WORK, self._done.value, len(self._compilations))
+            if self._done.value != shown:
+                last = time.monotonic()
+                shown = self._done.value
+                progress(WORK, shown, len(self._compilations))
+            if time.monotonic() - last > STALL_SECONDS:
+                return
             time.sleep(POLL_SECONDS)
         progress(WORK, self._done.value, len(self._compilations))
 

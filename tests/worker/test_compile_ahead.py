@@ -6,6 +6,8 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from lockstep.worker.compile_ahead import WORK, KernelCompiler
 from tests.forked_processes import ForkedProgram
 
@@ -40,7 +42,7 @@ STEP_KERNELS = {
 
 @dataclass(frozen=True)
 class Work:
-    """Compilation whose compiler writes a file, raises, or ends its process."""
+    """Compilation whose compiler writes a file, raises, hangs, or ends its process."""
 
     kernel: str
     path: Path
@@ -51,6 +53,8 @@ class Work:
             raise RuntimeError("out of registers\nat line 3")
         if self.fault == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "hangs":
+            signal.pause()
         self.path.write_text(self.kernel)
 
 
@@ -95,6 +99,14 @@ def test_kernels_of_a_process_that_died_are_missing(tmp_path: Path) -> None:
     works = [Work(f"kernel_{i}", tmp_path / str(i), "dies") for i in range(9)]
     errors, _ = run(works)
     assert errors == ["9 kernels were not compiled"]
+
+
+def test_hung_compiler_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.worker.compile_ahead.STALL_SECONDS", 0.5)
+    works = [Work(f"kernel_{i}", tmp_path / str(i), "hangs" * (i == 3)) for i in range(9)]
+    errors, _ = run(works)
+    assert errors == ["1 kernels were not compiled"]
+    assert len(list(tmp_path.iterdir())) == 8
 
 
 def test_no_kernel_is_no_work() -> None:
