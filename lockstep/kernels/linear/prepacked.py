@@ -37,9 +37,10 @@ ROWS_HINT = 8
 a layout of 8 rows, 128 of 1, 134 of 64; 8 rows took 179, 1168 and 341."""
 
 CODE_COLUMNS = 32
-"""Columns of a quantized weight are a multiple: those of four neighbouring words of 4-bit codes."""
+"""Number by which the columns of a quantized weight must be divisible: four neighbouring words of
+4-bit codes have so many."""
 GROUP_COLUMNS = 16
-"""Columns of a group are a multiple: a kernel loads scales once for so many."""
+"""Number by which the columns of a group must be divisible: a kernel reads so many of a group."""
 
 Product = Callable[[Tensor], Tensor]
 """x [M, K] fp32, contiguous -> x W^T [M, N] fp32."""
