@@ -22,6 +22,7 @@ from lockstep.check.scenarios.features import (
 )
 from lockstep.check.scenarios.request_writer import Family, RequestWriter, WrittenRequest
 from lockstep.check.scenarios.scenario import (
+    IN_HOST_MEMORY,
     MAX_HOST_PAGES,
     MAX_PAGES,
     NO_FAILURE,
@@ -145,7 +146,7 @@ class ScenarioGenerator:
         family = self._family(rng)
         writer = RequestWriter(plain, kind, family, self.vocab, closing_tag(plain.llm))
         written = [writer.write(random.Random(rng.random()), values) for values in planned]
-        requests = tuple(self._scheduled(rng, one.request) for one in written)
+        requests = self._scheduled(rng, written)
         limits = self._limits(rng, kind, planned[0], requests, [w for o in written for w in o.warm])
         scenario = Scenario(
             kind,
@@ -161,9 +162,23 @@ class ScenarioGenerator:
         """Return scenario number `index`."""
         return self.generate(index).scenario
 
-    def _scheduled(self, rng: random.Random, request: ScenarioRequest) -> ScenarioRequest:
-        """Choose the step at which a request arrives."""
-        return replace(request, arrival=0 if rng.random() < 0.5 else rng.randrange(10))
+    def _scheduled(
+        self, rng: random.Random, written: list[WrittenRequest]
+    ) -> tuple[ScenarioRequest, ...]:
+        """Choose the steps at which requests arrive.
+
+        Requests with a cached prefix come first, those whose prefix is in host memory before all:
+        pages of other requests would evict it.
+        """
+        first = int(any(map(_is_evicted, written)))
+        requests = []
+        for one in written:
+            arrival = 0 if rng.random() < 0.5 else rng.randrange(10)
+            if one.warm:
+                arrival = min(arrival, 1)
+            arrival = 0 if _is_evicted(one) else first + arrival
+            requests.append(replace(one.request, arrival=arrival))
+        return tuple(requests)
 
     def _limits(
         self,
@@ -203,13 +218,17 @@ class ScenarioGenerator:
         evicted: list[WarmPrefix] = []
         kept: list[WarmPrefix] = []
         for one in written:
-            is_evicted = one.values.get("prefix") == "in host memory"
-            (evicted if is_evicted else kept).extend(one.warm)
+            (evicted if _is_evicted(one) else kept).extend(one.warm)
         fillers = []
         if evicted:
-            for _ in range(-(-limits.pages // FILLER_PAGES)):
-                pages = min(FILLER_PAGES, limits.pages)
-                length = pages * PAGE - rng.randrange(2, 20)
+            # Fillers and kept prefixes together have the cache's pages. With more, they would evict
+            # each other, and a small host tier would have their pages instead.
+            remaining = max(limits.pages - sum(len(w.prompt) // PAGE for w in kept), 1)
+            while remaining > 0:
+                pages = min(FILLER_PAGES, remaining)
+                remaining -= pages
+                # A page that is not full is free after its prompt, so only the last one has one.
+                length = pages * PAGE - (0 if remaining else rng.randrange(2, 20))
                 fillers.append(WarmPrefix(tuple(rng.choices(range(self.vocab), k=length))))
         return (*evicted, *fillers, *kept)
 
@@ -231,6 +250,11 @@ class ScenarioGenerator:
         """Return repeated random ids, in which an n-gram drafter finds matches."""
         pattern = rng.choices(range(self.vocab), k=rng.choice((7, 23, 200)))
         return (pattern * (length // len(pattern) + 1))[:length]
+
+
+def _is_evicted(written: WrittenRequest) -> bool:
+    """Return whether a request's prefix is evicted to host memory before it comes."""
+    return written.values.get("prefix") == IN_HOST_MEMORY
 
 
 def met_values(values: Values, events: set[Event]) -> Values:

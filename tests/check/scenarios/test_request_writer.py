@@ -17,9 +17,9 @@ from lockstep.check.scenarios.request_writer import (
 )
 from lockstep.check.scenarios.scenario import Kind, Limits, Scenario, ScenarioRequest
 from lockstep.sampling_params import SamplingParams
+from lockstep.spec.suffix import SuffixDrafter
 from lockstep.step import PAGE_SIZE
 from lockstep.worker.build import find_model
-from lockstep.worker.executor import worker_of
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,9 @@ def test_the_small_buffer_of_answers_overflows(model: str) -> None:
     request = ScenarioRequest(tuple(range(9)), {"max_tokens": 14, "ignore_eos": True, "seed": 1})
     scenario = Scenario(kind, Limits(), (request, replace(request, prompt=tuple(range(5, 99)))))
     assert Examiner(tiny, lambda _: engine).examine(scenario).difference is None
-    drafter = worker_of(engine.engine).program.drafter
+    assert engine.drafter is not None
+    drafter = engine.drafter.inner
+    assert isinstance(drafter, SuffixDrafter)
     # Two answers of 14 tokens, each followed by -1, are 30.
-    assert drafter.inner.next == 30 % 24
-    assert (drafter.inner.texts >= 0).sum() >= 22
+    assert drafter.next == 30 % 24
+    assert (drafter.texts >= 0).sum() >= 22
