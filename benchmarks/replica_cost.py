@@ -148,7 +148,11 @@ def messages() -> None:
     from ray import serve
     from ray.serve.config import ProxyLocation
 
-    @serve.deployment(max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0})
+    logs = {"log_level": "WARNING", "enable_access_log": False}
+
+    @serve.deployment(
+        max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0}, logging_config=logs
+    )
     class Sender:
         async def one(self) -> int:
             return 1
@@ -159,7 +163,7 @@ def messages() -> None:
                 yield time.time(), b"x" * 500
 
     ray.init(include_dashboard=False, object_store_memory=100 << 20, logging_level="ERROR")
-    serve.start(proxy_location=ProxyLocation.Disabled)
+    serve.start(proxy_location=ProxyLocation.Disabled, logging_config=logs)
     try:
         handle = serve.run(Sender.bind(), name="messages", route_prefix=None)
 
