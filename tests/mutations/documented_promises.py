@@ -79,9 +79,10 @@ FAULTS = (
     ),
     Fault(
         "salted answers are drafted to other users", "scheduler", SCHEDULER, "Scheduler._give",
-        "if not $request.cache_salt:\n"
+        "if not ($request.cache_salt or $request.is_audit):\n"
         "    self.answers.append($request.output_token_ids)",
-        "self.answers.append($request.output_token_ids)",
+        "if not $request.is_audit:\n"
+        "    self.answers.append($request.output_token_ids)",
         "tests/spec/test_suffix.py::test_salted_answers_are_not_learned",
         "drafters.md: So the answer to a request with a "
         "[`cache_salt`](serving.md#fields-beyond-openais) is not stored in the buffer.",
