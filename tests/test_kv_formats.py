@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from lockstep import LLM, SamplingParams
-from lockstep.check.report.report import Report
+from lockstep.check.matrix.setups import PLAIN
+from lockstep.check.report.report import Report, Tally
 from lockstep.cli import app
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.kernels.formats.kv import QuantizedKV
@@ -296,7 +297,7 @@ def test_check_runs_every_format(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
     def stand_in(size: str, settings: dict[str, Any], *rest: Any) -> Report:
         messages.append(settings["kv_cache_dtype"])
-        return Report(size, f"kv-{messages[-1]}")
+        return Report(size, f"kv-{messages[-1]}", tallies=[Tally(PLAIN, 1, 0, 0.0)])
 
     monkeypatch.setattr(sys.modules["lockstep.cli.check"], "_run", stand_in)
     page = tmp_path / "page.html"
@@ -320,7 +321,7 @@ def test_check_names_unsupported_formats(monkeypatch: pytest.MonkeyPatch, messag
         if settings["kv_cache_dtype"] == "turboquant_k8v4":
             raise ConfigError("kv_cache_dtype='turboquant_k8v4' is not allowed")
         checked.append(settings["kv_cache_dtype"])
-        return Report(size, "none")
+        return Report(size, "none", tallies=[Tally(PLAIN, 1, 0, 0.0)])
 
     monkeypatch.setattr(sys.modules["lockstep.cli.check"], "_run", stand_in)
     done = CliRunner().invoke(app, ["check", "--kv-cache-dtype", messages, "--json"])

@@ -138,6 +138,16 @@ def _span_recorder(endpoint: str | None) -> "Iterator[SpanRecorder | None]":
         yield traces
 
 
+def _note_address(address: "Address", options: "Options") -> None:
+    """Print notes on options of the address that have no effect, or that open it to everybody."""
+    from lockstep.serve.http.access import is_loopback
+
+    for name in address.unused_options():
+        note(f"--{name} has no effect with --uds.", "yellow")
+    if not (options.rules.keys or address.uds or is_loopback(address.host)):
+        note(f"host={address.host} is open to the network, without a key: set --api-key.", "yellow")
+
+
 def _run(
     settings: dict[str, Any],
     address: "Address",
@@ -150,26 +160,19 @@ def _run(
     """Load the model and serve it. Addresses are bound first, since loading takes long."""
     from lockstep.cache.events_config import read_kv_events
     from lockstep.engine.async_engine import AsyncEngine
-    from lockstep.engine.kv_publisher import BlockFormat, open_publisher
+    from lockstep.engine.kv_publisher import BlockFormat, open_publishers
     from lockstep.replicas.transport import ReplicaTransport
-    from lockstep.serve.http.access import is_loopback
     from lockstep.serve.server import serve as run
     from lockstep.serve.telemetry.metrics import cache_config
     from lockstep.worker.roofline import StepFloors
 
     replicated = has_replicas(server)
     listener = address.bind()
-    for name in address.unused_options():
-        note(f"--{name} has no effect with --uds.", "yellow")
-    if not (options.rules.keys or address.uds or is_loopback(address.host)):
-        note(f"host={address.host} is open to the network, without a key: set --api-key.", "yellow")
+    _note_address(address, options)
     max_replicas = replica_range(server)[1]
     publishers: list[KVEventPublisher] = []
     try:
-        events = read_kv_events(settings["kv_events_config"])
-        for rank in range(max_replicas):
-            if (publisher := open_publisher(events, rank)) is not None:
-                publishers.append(publisher)
+        publishers = open_publishers(read_kv_events(settings["kv_events_config"]), max_replicas)
         if replicated:
             loaded: LoadedEngine = load_replicas(settings, server, publishers)
         elif server.disable_frontend_multiprocessing:

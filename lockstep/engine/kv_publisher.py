@@ -274,3 +274,20 @@ def open_publisher(config: KVEventsConfig | None, rank: int = 0) -> KVEventPubli
     Raises ConfigError.
     """
     return KVEventPublisher(config, rank) if config is not None and config.is_on else None
+
+
+def open_publishers(config: KVEventsConfig | None, count: int) -> list[KVEventPublisher]:
+    """Return a publisher for each of several engines, none where events are off.
+
+    Raises ConfigError.
+    """
+    publishers: list[KVEventPublisher] = []
+    try:
+        for rank in range(count):
+            if (publisher := open_publisher(config, rank)) is not None:
+                publishers.append(publisher)
+    except BaseException:
+        for publisher in publishers:
+            publisher.close()
+        raise
+    return publishers

@@ -216,4 +216,4 @@ def test_unknown_section_is_refused(tiny: list[str]) -> None:
     assert message in str(result.exception)
     options = ["--replay", "file.json", "--sections", "tokens"]
     result = CliRunner().invoke(app, ["check", *tiny, *options])
-    assert "--replay runs one scenario" in str(result.exception)
+    assert "--replay runs one file" in str(result.exception)

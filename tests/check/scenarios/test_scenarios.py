@@ -260,7 +260,7 @@ def test_command_replays_a_scenario(model: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*arguments, "--replay", str(path), "--json"])
     assert json.loads(result.stdout)["cases"] == 2
     for other in (["--quick"], ["--shard", "1/2"]):
-        with pytest.raises(ConfigError, match="--replay runs one scenario; leave --quick"):
+        with pytest.raises(ConfigError, match="--replay runs one file; leave --quick"):
             CliRunner().invoke(app, [*arguments, *other, "--replay", "x"], catch_exceptions=False)
 
 
