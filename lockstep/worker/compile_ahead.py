@@ -257,7 +257,8 @@ class StartCompiler:
     ) -> None:
         self._mark = CompiledMark(config, limits, card)
         self._compiler: KernelCompiler | None = None
-        if self._mark.exists():
+        # A daemonic process may have no children: its kernels are compiled at their first launches.
+        if self._mark.exists() or multiprocessing.current_process().daemon:
             return
         try:
             self._compiler = KernelCompiler(record_kernels(make(), limits))
