@@ -36,6 +36,27 @@ def test_model_that_fits_once_is_left_out_of_comparisons(
     assert report.verdict.startswith("Nothing was compared. Not run: ")
 
 
+def test_memory_of_an_engine_is_that_of_the_plain_one_alone(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine with adapters next to the plain one does not make the next engine larger."""
+    settings = {"load_format": "dummy", "device": "cpu"}
+    checked = CheckedModel(model, settings, Report("quick"), lambda *rest: None)
+    checked.device = "cuda"
+    memory = 100 << 30
+    allocated = 40 << 30
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda: allocated)
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda: allocated)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (memory - allocated, memory))
+    assert checked.why_no_second_engine() is None
+    allocated = 55 << 30
+    assert checked.why_no_second_engine() is None
+    allocated = 70 << 30
+    assert checked.why_no_second_engine() == (
+        "a second engine of the model needs 40.0 GiB, and 30.0 GiB of GPU memory are free"
+    )
+
+
 def test_model_that_does_not_fit_is_left_out(
     model: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
