@@ -59,9 +59,7 @@ class _Replay:
             audited = answer_of_plain(self._record.repeated)
             self._compare("the audit", COLD, [plain], audited)
         else:
-            self._report.refused.append(
-                f"the audit's answer: its numerics are {self._record.numerics}"
-            )
+            self._report.refused["the audit's answer"] = f"its numerics are {self._record.numerics}"
         rows = min(self._engine.plan.max_num_seqs, MAX_ROWS)
         for name, phase, count in (
             ("alone", COLD, 1),

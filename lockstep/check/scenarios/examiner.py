@@ -279,9 +279,8 @@ class _ScenarioRun:
     def _refuse(self, index: int, why: str) -> None:
         """Record that the engine of a scenario with a companion cannot be built."""
         kind = self.generator.kind(index)
-        text = f"companion {kind.model}, {kind.numerics}, drafter {kind.drafter}: {why}"
-        if text not in self.report.refused:
-            self.report.refused.append(text)
+        companion = f"companion {kind.model}, {kind.numerics}, drafter {kind.drafter}"
+        self.report.refused[companion] = why
 
 
 def _record_params(coverage: Coverage, scenario: Scenario) -> None:
