@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.answer import Answer
 from lockstep.check.drafters import NO_DRAFTER
-from lockstep.check.judges.answers import count_events
+from lockstep.check.events import count_events
 from lockstep.check.matrix.setups import COLD, PREFIX_HIT, Setup
 from lockstep.check.report.report import Report, Tally, running
 from lockstep.config import EngineConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 from lockstep.answer import Answer
 from lockstep.check.drafters import NO_DRAFTER
 from lockstep.check.engines import CheckEngine
-from lockstep.check.judges.answers import ACCEPTED, CACHED, DRAFTED, FORCED, PREEMPTIONS
+from lockstep.check.events import ACCEPTED, CACHED, DRAFTED, FORCED, PREEMPTIONS
 from lockstep.check.judges.plain_runs import SERVED, PlainRuns
 from lockstep.check.judges.trace import compare, traced
 from lockstep.check.matrix.setups import SCENARIO, Setup
