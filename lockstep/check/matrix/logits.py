@@ -76,6 +76,8 @@ def run_logits(checked: CheckedModel, deadline: Deadline = NO_DEADLINE) -> None:
             break
         checked.progress(f"logits: {setup.drafting}, graph {setup.graph}", done, len(engine_runs))
         known = [b for b in engine_batches if all(case.name in expected for case in b.cases)]
+        if not known:
+            continue
         _run_engine(partial(build_setup, setup), setup, known, comparison, texts, deadline)
     gc.collect()
     total = report.planned[LOGITS_CASES]
