@@ -75,7 +75,7 @@ def run_check(
     """
     if size not in SIZES:
         raise choice_error(ConfigError, "size", size, ", ".join(SIZES), "Choose one of them.")
-    effort = effort or Effort(SIZES[size].scenarios, covers=SIZES[size].covers)
+    effort = effort or Effort.of(SIZES[size])
     report = Report(size, seed=seed, coverage=Coverage(), shard=effort.shard)
     deadline = Deadline.after(seconds)
     with running(report):

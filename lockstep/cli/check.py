@@ -268,9 +268,8 @@ def _run(
         return replay_audit(repeated, **changed)
     progress: dict[str, Any] = {} if on_progress is None else {"progress": on_progress}
     shard = Shard() if run_options["shard"] is None else Shard.read(run_options["shard"])
-    effort = Effort(
-        SIZES[size].scenarios,
-        covers=SIZES[size].covers,
+    effort = Effort.of(
+        SIZES[size],
         # The shrunk scenario is written to the working directory.
         folder=Path(),
         fail_fast=run_options["fail_fast"],
