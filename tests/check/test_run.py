@@ -7,6 +7,7 @@ import pytest
 from lockstep.check import Shard, run_check
 from lockstep.check.checked_model import CheckedModel
 from lockstep.check.deadline import TIME_UP
+from lockstep.check.matrix.setups import Setup
 from lockstep.check.report.report import Report
 from lockstep.check.run import OTHER_SHARD
 from lockstep.check.scenarios.examiner import Effort
@@ -79,6 +80,17 @@ def test_first_shard_alone_has_what_is_not_divided(model: str, settings: dict[st
     effort = Effort(1, shard=Shard(2, 3))
     report = run_check("quick", model, effort=effort, sections=("kernels", "sampling"), **settings)
     assert report.not_exercised()[OTHER_SHARD] == ["kernels", "tests of distributions"]
+
+
+def test_section_without_engines_in_the_shard_is_left_out(
+    model: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Setup("none", 0, "cold", "none")
+    monkeypatch.setattr("lockstep.check.matrix.tokens.setups", lambda *rest: [setup])
+    report = run_check("quick", model, seconds=0.0, sections=("cache", "capture"), **settings)
+    reasons = report.not_exercised()
+    assert reasons["this shard has none"] == ["matrix of cache"]
+    assert reasons["no GPU"] == ["captured CUDA graphs"]
 
 
 def test_unknown_size_is_refused(model: str) -> None:
