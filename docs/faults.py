@@ -93,12 +93,14 @@ def summary_table(results: Results) -> Iterator[str]:
     for group, faults in groups().items():
         if group == KNOWN:
             continue
-        tried = {fault.name: results.get(fault.name, {}) for fault in faults}
-        by_command = [[r[c] for r in tried.values() if c in r] for c in COMMANDS]
-        cells = [f"{sum(bool(r['case']) for r in rs)} of {len(rs)}" for rs in by_command]
-        found = sum(any(r["case"] for r in by.values()) for by in tried.values())
-        total = sum(bool(by) for by in tried.values())
-        yield f"| `{group}` | {len(faults)} | {' | '.join(cells)} | {found} of {total} |"
+        of_faults = [results[fault.name] for fault in faults if results.get(fault.name)]
+        cells = []
+        for command in COMMANDS:
+            tried = [of_fault[command] for of_fault in of_faults if command in of_fault]
+            cells.append(f"{sum(bool(result['case']) for result in tried)} of {len(tried)}")
+        found = sum(any(result["case"] for result in one.values()) for one in of_faults)
+        cells.append(f"{found} of {len(of_faults)}")
+        yield f"| `{group}` | {len(faults)} | {' | '.join(cells)} |"
 
 
 def tables(name: str) -> dict[str, list[str]]:

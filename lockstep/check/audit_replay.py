@@ -7,6 +7,7 @@ from typing import Any
 
 from lockstep.answer import Answer
 from lockstep.check.drafters import NO_DRAFTER
+from lockstep.check.events import count_events
 from lockstep.check.matrix.setups import COLD, PREFIX_HIT, Setup
 from lockstep.check.report.report import Report, Tally, running
 from lockstep.config import EngineConfig
@@ -14,14 +15,17 @@ from lockstep.engine.audit_record import AuditRecord, answer_of_plain
 from lockstep.engine.auditor import answer_of
 from lockstep.engine.engine import Engine
 from lockstep.engine_builder import build_engine
+from lockstep.errors import ConfigError
 from lockstep.llm import LLM
 from lockstep.scheduling.request import Request
 from lockstep.text.grammars.compiler import GrammarRecipe
 from lockstep.text.grammars.thinking_budget import BudgetRecipe
 
+Recipe = GrammarRecipe | BudgetRecipe
 MAX_ROWS = 8
 """Maximum copies of the request that run together."""
 AS_SERVED = "; the served answer differed in the same way"
+"""End of a failure's description where the server's answer was equal to the one that failed."""
 
 
 def replay_audit(record: AuditRecord, **settings: Any) -> Report:
@@ -33,35 +37,35 @@ def replay_audit(record: AuditRecord, **settings: Any) -> Report:
     """
     report = Report("replay")
     with running(report):
+        recipe = None if record.grammar is None else _recipe(record.grammar)
         config = EngineConfig.read(**{**record.settings, **settings})
         engine = build_engine(config)
         report.numerics = engine.numerics
-        _Replay(record, engine, report).run()
+        _Replay(record, recipe, engine, report).run()
     return report
 
 
 class _Replay:
     """Runs of one request on one engine, whose results go to a report."""
 
-    def __init__(self, record: AuditRecord, engine: Engine, report: Report) -> None:
+    def __init__(
+        self, record: AuditRecord, recipe: Recipe | None, engine: Engine, report: Report
+    ) -> None:
         self._record = record
+        self._recipe = recipe
         self._engine = engine
         self._report = report
         self._processor = LLM.from_engine(engine).processor
         self._num_requests = 0
-        self._started = time.monotonic()
 
     def run(self) -> None:
         """Run the request plain, cold, with a cached prefix and in a batch."""
-        (plain,) = self._serve([self._request().audit()])
-        expected = answer_of(plain)
+        (plain,), seconds = self._serve([self._request().audit()])
         if self._engine.numerics == self._record.numerics:
             audited = answer_of_plain(self._record.repeated)
-            self._compare("the audit", COLD, [plain], audited)
+            self._compare("the audit", COLD, [plain], audited, seconds)
         else:
-            self._report.refused.append(
-                f"the audit's answer: its numerics are {self._record.numerics}"
-            )
+            self._report.refused["the audit's answer"] = f"its numerics are {self._record.numerics}"
         rows = min(self._engine.plan.max_num_seqs, MAX_ROWS)
         for name, phase, count in (
             ("alone", COLD, 1),
@@ -72,43 +76,45 @@ class _Replay:
             if count > 1:
                 # Requests of other salts share no prefix, so that all rows have their own prompt.
                 requests = [replace(one, cache_salt=one.id) for one in requests]
-            self._compare(name, phase, self._serve(requests), expected)
+            answers, seconds = self._serve(requests)
+            self._compare(name, phase, answers, plain, seconds)
 
     def _request(self) -> Request:
         """Return the request under a new id, with a new grammar."""
         self._num_requests += 1
         request = self._record.request(f"replay-{self._num_requests}")
-        if self._record.grammar is not None:
-            request.grammar = self._processor.grammar_of(_recipe(self._record.grammar))
+        if self._recipe is not None:
+            request.grammar = self._processor.grammar_of(self._recipe)
         return request
 
-    def _serve(self, requests: list[Request]) -> list[Request]:
-        """Run requests together until they end."""
-        self._started = time.monotonic()
+    def _serve(self, requests: list[Request]) -> tuple[list[Answer], float]:
+        """Run requests together until they end. Return their answers, and the seconds."""
+        started = time.monotonic()
         self._engine.run(requests, lambda request: None)
-        return requests
+        seconds = time.monotonic() - started
+        answers = [answer_of(request) for request in requests]
+        self._report.count(count_events(answers))
+        return answers, seconds
 
     def _compare(
-        self, batch: str, phase: str, requests: Sequence[Request], expected: Answer
+        self, batch: str, phase: str, answers: Sequence[Answer], expected: Answer, seconds: float
     ) -> None:
-        """Compare the answers of requests that have ended, and add them to the report."""
+        """Compare the answers of a batch, and add them to the report."""
         setup = self._setup(phase)
         served = answer_of_plain(self._record.served)
         num_failures = len(self._report.failures)
-        for row, request in enumerate(requests, 1):
-            answer = answer_of(request)
+        for row, answer in enumerate(answers, 1):
             mismatch = answer.first_difference(expected)
             if mismatch is None:
                 continue
             position, what = mismatch
             if answer.first_difference(served) is None:
                 what += AS_SERVED
-            name = f"request {self._record.request_id}, copy {row} of {len(requests)}"
+            name = f"request {self._record.request_id}, copy {row} of {len(answers)}"
             sampling = ", ".join(self._record.params)
             self._report.fail(setup, batch, what, name, sampling, position)
         failed = len(self._report.failures) - num_failures
-        seconds = time.monotonic() - self._started
-        self._report.add(Tally(setup, len(requests), failed, round(seconds, 2), batch))
+        self._report.add(Tally(setup, len(answers), failed, round(seconds, 2), batch))
 
     def _setup(self, phase: str) -> Setup:
         """Return the engine, for the report."""
@@ -121,12 +127,15 @@ class _Replay:
         )
 
 
-def _recipe(data: dict[str, Any]) -> GrammarRecipe | BudgetRecipe:
-    """Return the recipe of a grammar from its fields."""
-    if "budget" in data:
-        form = data["form"] and _recipe(data["form"])
-        return BudgetRecipe(**{**data, "tool_names": tuple(data["tool_names"]), "form": form})
-    json_after = data["json_after"]
-    return GrammarRecipe(
-        **{**data, "json_after": None if json_after is None else tuple(json_after)}
-    )
+def _recipe(data: dict[str, Any]) -> Recipe:
+    """Return the recipe of a grammar from its fields. Raises ConfigError."""
+    try:
+        if "budget" in data:
+            form = None if data["form"] is None else _recipe(data["form"])
+            return BudgetRecipe(**{**data, "tool_names": tuple(data["tool_names"]), "form": form})
+        json_after = None if data["json_after"] is None else tuple(data["json_after"])
+        return GrammarRecipe(**{**data, "json_after": json_after})
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"the grammar of the audit is malformed: {error!r}. Name a file that an audit wrote."
+        ) from None

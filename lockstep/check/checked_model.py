@@ -113,21 +113,29 @@ class CheckedModel:
             self.report.coverage.record_engine(engine.engine, kind.drafter)
         return engine
 
+    @cached_property
+    def _engine_bytes(self) -> int:
+        """Memory of the plain engine, which a part measures before others are built next to it."""
+        model = worker_of(self.plain.engine).model
+        if self.device == "cuda":
+            return torch.cuda.memory_allocated()
+        return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+    def _free_bytes(self) -> int | None:
+        """Return the memory that another engine can take; None where the system does not say."""
+        if self.device != "cuda":
+            return free_memory()
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return torch.cuda.mem_get_info()[0] + unused
+
     def why_no_second_engine(self) -> str | None:
         """Return why an engine does not fit into memory next to the plain one; None if it does.
 
         Raises CapacityError if not even the plain one fits.
         """
-        model = worker_of(self.plain.engine).model
-        if self.device == "cuda":
-            allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-            needed, free = allocated, torch.cuda.mem_get_info()[0] + reserved - allocated
-        else:
-            needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-            memory = free_memory()
-            free = needed if memory is None else memory
-        needed //= self.config.tensor_parallel_size
-        if needed <= free:
+        needed = self._engine_bytes // self.config.tensor_parallel_size
+        free = self._free_bytes()
+        if free is None or needed <= free:
             return None
         return (
             f"a second engine of the model needs {needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB "

@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.answer import Answer, Mismatch, exact_logprobs
 from lockstep.cache.cache import CacheConfig
 from lockstep.check.drafters import WatchedDrafter, prediction_of, settings_with
-from lockstep.check.judges.answers import count_events
+from lockstep.check.events import count_events
 from lockstep.check.judges.digests import LogitDigests
 from lockstep.check.matrix.cases import Batch, Case
 from lockstep.check.matrix.setups import PLAIN, Setup

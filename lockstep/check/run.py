@@ -75,7 +75,7 @@ def run_check(
     """
     if size not in SIZES:
         raise choice_error(ConfigError, "size", size, ", ".join(SIZES), "Choose one of them.")
-    effort = effort or Effort(SIZES[size].scenarios, covers=SIZES[size].covers)
+    effort = effort or Effort.of(SIZES[size])
     report = Report(size, seed=seed, coverage=Coverage(), shard=effort.shard)
     deadline = Deadline.after(seconds)
     with running(report):
@@ -145,12 +145,13 @@ def _matrix_parts(checked: CheckedModel, effort: Effort) -> Iterator[Part]:
     for section in (TOKENS, CACHE, CAPTURE):
         of_section = [engine for engine in engines if section_of(engine[1]) == section]
         run = partial(matrix.run, section, of_section)
+        name = "captured CUDA graphs" if section == CAPTURE else f"matrix of {section}"
         cases = sum(num_outputs(SIZES[size], setup) for _, setup in of_section)
-        if of_section:
-            yield Part(section, f"matrix of {section}", 2, run, cases=cases)
-        elif section == CAPTURE:
-            refused = "this shard has none" if checked.device == "cuda" else "no GPU"
-            yield Part(section, "captured CUDA graphs", 2, run, refused=refused)
+        refused = ""
+        if not of_section:
+            has_graphs = checked.device == "cuda"
+            refused = "no GPU" if section == CAPTURE and not has_graphs else "this shard has none"
+        yield Part(section, name, 2, run, cases=cases, refused=refused)
 
 
 def _scenarios(checked: CheckedModel, effort: Effort, deadline: Deadline) -> None:

@@ -150,13 +150,20 @@ def _reports(
 ) -> "Iterator[tuple[str, Report]]":
     """Yield each requested KV cache format with the report of its check.
 
-    Raises ConfigError if the model does not support the only requested format, or "auto".
+    All formats share a time limit. Raises ConfigError if the model does not support the only
+    requested format, or "auto".
     """
+    from lockstep.check.deadline import Deadline
+
     requested = settings["kv_cache_dtype"]
-    for kv_format in _kv_formats(requested):
+    kv_formats = _kv_formats(requested)
+    deadline = Deadline.after(run_options["seconds"])
+    for index, kv_format in enumerate(kv_formats):
         format_settings = settings | {"kv_cache_dtype": kv_format}
+        of_format = deadline.share(1, len(kv_formats) - index)
+        format_options = run_options | {"seconds": of_format.seconds_left}
         try:
-            report = _run_to_report(size, format_settings, run_options, quiet)
+            report = _run_to_report(size, format_settings, format_options, quiet)
         except ConfigError as error:
             # Among all formats an unsupported one is skipped, but every model has the default.
             if requested != ALL or kv_format == DEFAULT_FORMAT:
@@ -261,9 +268,8 @@ def _run(
         return replay_audit(repeated, **changed)
     progress: dict[str, Any] = {} if on_progress is None else {"progress": on_progress}
     shard = Shard() if run_options["shard"] is None else Shard.read(run_options["shard"])
-    effort = Effort(
-        SIZES[size].scenarios,
-        covers=SIZES[size].covers,
+    effort = Effort.of(
+        SIZES[size],
         # The shrunk scenario is written to the working directory.
         folder=Path(),
         fail_fast=run_options["fail_fast"],

@@ -25,10 +25,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_record(folder: Path, **changes: Any) -> Path:
+def write_record(folder: Path, text: str = TEXT, **changes: Any) -> Path:
     """Run a request and write the record that its audit would write if it differed."""
     llm = make_engine("ngram", num_gpu_blocks=30)
-    (request,) = llm.processor.requests("served", TEXT, replace(GREEDY, **changes))
+    (request,) = llm.processor.requests("served", text, replace(GREEDY, **changes))
     llm.engine.run([request], lambda request: None)
     answer = answer_of(request)
     config, plan = llm.engine.config, llm.engine.plan
@@ -44,6 +44,16 @@ def test_file_suffices_to_run_the_request_again(name: str, tmp_path: Path) -> No
     # The plain run, the request alone and with its cached prefix, and four copies.
     assert report.cases == 7
     assert {tally.setup.drafter for tally in report.tallies} == {"ngram"}
+
+
+def test_report_counts_cached_and_draft_tokens(tmp_path: Path) -> None:
+    """A prompt of several pages with repetitions: its replay has cached tokens and drafts."""
+    record = read_replay(write_record(tmp_path, "import os\n" * 60))
+    assert isinstance(record, AuditRecord)
+    report = replay_audit(record)
+    assert not report.failures
+    assert report.exercised["cached tokens"] > 0
+    assert report.exercised["draft tokens"] > 0
 
 
 def test_resumed_answer_is_forced_again(tmp_path: Path) -> None:
@@ -116,3 +126,13 @@ def test_malformed_files_are_refused(change: dict[str, Any], message: str, tmp_p
     path.write_text(json.dumps({**data, **change}))
     with pytest.raises(ConfigError, match=message):
         read_replay(path)
+
+
+@pytest.mark.parametrize(
+    "grammar", [{}, {"budget": 3}, {"source": "a", "json_after": 5}, {"source": "a", "other": 1}]
+)
+def test_malformed_grammar_is_refused(grammar: dict[str, Any]) -> None:
+    answer = {"tokens": [1], "logprobs": [], "ending": ["stop", None], "prompt_logprobs": []}
+    record = AuditRecord({}, "", "a", [1], {}, [], 0, "", 0, grammar, answer, answer, "what")
+    with pytest.raises(ConfigError, match="the grammar of the audit is malformed"):
+        replay_audit(record)

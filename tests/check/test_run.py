@@ -7,6 +7,7 @@ import pytest
 from lockstep.check import Shard, run_check
 from lockstep.check.checked_model import CheckedModel
 from lockstep.check.deadline import TIME_UP
+from lockstep.check.matrix.setups import Setup
 from lockstep.check.report.report import Report
 from lockstep.check.run import OTHER_SHARD
 from lockstep.check.scenarios.examiner import Effort
@@ -36,6 +37,27 @@ def test_model_that_fits_once_is_left_out_of_comparisons(
     assert report.verdict.startswith("Nothing was compared. Not run: ")
 
 
+def test_memory_of_an_engine_is_that_of_the_plain_one_alone(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine with adapters next to the plain one does not make the next engine larger."""
+    settings = {"load_format": "dummy", "device": "cpu"}
+    checked = CheckedModel(model, settings, Report("quick"), lambda *rest: None)
+    checked.device = "cuda"
+    memory = 100 << 30
+    allocated = 40 << 30
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda: allocated)
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda: allocated)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (memory - allocated, memory))
+    assert checked.why_no_second_engine() is None
+    allocated = 55 << 30
+    assert checked.why_no_second_engine() is None
+    allocated = 70 << 30
+    assert checked.why_no_second_engine() == (
+        "a second engine of the model needs 40.0 GiB, and 30.0 GiB of GPU memory are free"
+    )
+
+
 def test_model_that_does_not_fit_is_left_out(
     model: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,6 +80,17 @@ def test_first_shard_alone_has_what_is_not_divided(model: str, settings: dict[st
     effort = Effort(1, shard=Shard(2, 3))
     report = run_check("quick", model, effort=effort, sections=("kernels", "sampling"), **settings)
     assert report.not_exercised()[OTHER_SHARD] == ["kernels", "tests of distributions"]
+
+
+def test_section_without_engines_in_the_shard_is_left_out(
+    model: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Setup("none", 0, "cold", "none")
+    monkeypatch.setattr("lockstep.check.matrix.tokens.setups", lambda *rest: [setup])
+    report = run_check("quick", model, seconds=0.0, sections=("cache", "capture"), **settings)
+    reasons = report.not_exercised()
+    assert reasons["this shard has none"] == ["matrix of cache"]
+    assert reasons["no GPU"] == ["captured CUDA graphs"]
 
 
 def test_unknown_size_is_refused(model: str) -> None:

@@ -23,6 +23,7 @@ from lockstep.check.matrix.setups import Setup
 from lockstep.check.report.report import Report, Tally
 from lockstep.cli import app
 from lockstep.cli.check import _outputs_tables, _sections_table
+from lockstep.errors import ConfigError
 from tests.tiny_model import TWO_LAYERS, make_model
 
 SETUP = Setup("none", 0, "cold", "none")
@@ -144,6 +145,27 @@ def test_interruption_ends_the_loop_over_formats(
     reports = [json.loads(line) for line in result.stdout.splitlines()]
     assert [line["interrupted"] for line in reports] == [False, True]
     assert result.exit_code == (1 if differs else 130) and len(formats) == 2
+
+
+def test_all_formats_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A time limit is that of the whole command; a format that is skipped leaves its share."""
+    limits = []
+
+    def fake_run(
+        size: str, settings: dict[str, Any], options: dict[str, Any], *rest: Any
+    ) -> Report:
+        limits.append(options["seconds"])
+        if len(limits) == 2:
+            raise ConfigError("this format is not supported")
+        return Report(size, tallies=[Tally(SETUP, 5, 0, 1.0)])
+
+    monkeypatch.setattr(sys.modules["lockstep.cli.check"], "_run", fake_run)
+    result = CliRunner().invoke(app, ["check", "--kv-cache-dtype", "all", "--seconds", "600"])
+    assert result.exit_code == 0, result.output
+    count = len(limits)
+    expected = [600 / (count - index) for index in range(count)]
+    # No time passes here, so each format may take an equal part of all that is left.
+    assert limits == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("command", ["check.quality", "check"])

@@ -42,11 +42,12 @@ def main() -> int:
     if unknown := set(commands) - set(COMMANDS):
         parser.error(f"--commands {','.join(unknown)}: allowed are {', '.join(COMMANDS)}")
     first, step = map(int, args.part.split("/"))
-    chosen = [
+    named = [
         f for f in GROUPS[args.group] if not args.words or any(meant(f, w) for w in args.words)
     ]
-    trials = trials_of(chosen[first::step], commands)
-    results = list[tuple[Trial, Result]]()
+    chosen = named[first::step]
+    trials = trials_of(chosen, commands)
+    results: list[tuple[Trial, Result]] = []
     print("| fault | area | command | found by | s |\n|---|---|---|---|---|")
     for trial, result in run_trials(trials, args.jobs, args.seed, args.max_seconds):
         results.append((trial, result))
@@ -57,7 +58,7 @@ def main() -> int:
     for command in dict.fromkeys(trial.command for trial in trials):
         tried = [r for trial, r in results if trial.command == command and r.ran]
         print(f"{command}: {sum(bool(r.case) for r in tried)} of {len(tried)} found")
-    missed = [fault.name for fault in chosen[first::step] if fault not in found]
+    missed = [fault.name for fault in chosen if fault not in found]
     print(f"{len(missed)} not found by any command", *missed, sep="\n  ")
     return len(missed)
 

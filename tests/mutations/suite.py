@@ -31,8 +31,7 @@ import json, sys, time
 from lockstep.check import SIZES, Effort, run_check
 from lockstep.config import EngineConfig
 started = time.process_time()
-size = SIZES[sys.argv[1]]
-effort = Effort(size.scenarios, covers=size.covers, minimise=0.0, fail_fast=True)
+effort = Effort.of(SIZES[sys.argv[1]], minimise=0.0, fail_fast=True)
 sections = ("sampling", "tokens", "cache", "capture")
 report = run_check(sys.argv[1], seed=int(sys.argv[2]), effort=effort, sections=sections)
 result = report.to_json()

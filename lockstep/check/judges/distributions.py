@@ -51,9 +51,9 @@ MIN_EXPECTED_COUNT = 5.0
 NUM_CLASSES = 4
 """Classes of equal probability in a test of independence."""
 SEED_BITS = 64
+"""Bits of a seed."""
 LAST_TEST = "seeds"
 """Name of the test that runs last."""
-"""Bits of a seed."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from lockstep.check.checked_model import CheckedModel
 from lockstep.check.deadline import NO_DEADLINE, TIME_UP, Deadline
 from lockstep.check.drafters import settings_with
 from lockstep.check.engines import CheckEngine, Comparison, build
-from lockstep.check.judges.answers import ACCEPTED, CACHED, DRAFTED, count_events
+from lockstep.check.events import ACCEPTED, CACHED, DRAFTED, count_events
 from lockstep.check.judges.digests import LogitDigests
 from lockstep.check.matrix.cases import Batch, Case, prefixes_to_cache
 from lockstep.check.matrix.logits_setups import SIZES, batches, engines, make_cases
@@ -76,6 +76,8 @@ def run_logits(checked: CheckedModel, deadline: Deadline = NO_DEADLINE) -> None:
             break
         checked.progress(f"logits: {setup.drafting}, graph {setup.graph}", done, len(engine_runs))
         known = [b for b in engine_batches if all(case.name in expected for case in b.cases)]
+        if not known:
+            continue
         _run_engine(partial(build_setup, setup), setup, known, comparison, texts, deadline)
     gc.collect()
     total = report.planned[LOGITS_CASES]

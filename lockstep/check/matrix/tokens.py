@@ -12,7 +12,7 @@ from lockstep.check.checked_model import CheckedModel
 from lockstep.check.deadline import NO_DEADLINE, TIME_UP, Deadline
 from lockstep.check.drafters import settings_with
 from lockstep.check.engines import CheckEngine, Comparison, build
-from lockstep.check.judges.answers import CACHED, DRAFTED, PREEMPTIONS, count_events
+from lockstep.check.events import CACHED, DRAFTED, PREEMPTIONS, count_events
 from lockstep.check.judges.trace import compare, traced
 from lockstep.check.matrix.cases import Batch, Case, cyclic_slice, make_cases, prefixes_to_cache
 from lockstep.check.matrix.setups import (

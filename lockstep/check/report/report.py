@@ -107,8 +107,8 @@ class Report:
     counters of the events that the check varies. seed: seed of the scenarios. shard: part of the
     check. coverage: ops, drafters and parameters that ran. interrupted: the check was stopped
     early. planned: number of scenarios, and of cases, of a complete run, by their names.
-    section_seconds: duration of each section. omissions: parts that were not run. refused:
-    companions that cannot be built here, with the reason.
+    section_seconds: duration of each section. omissions: parts that were not run. refused: reason
+    by companion that cannot be built here, or by answer that cannot be compared.
     """
 
     size: str
@@ -125,7 +125,7 @@ class Report:
     section_seconds: dict[str, float] = field(default_factory=dict)
     omissions: list[Omission] = field(default_factory=list)
     tuples: "MetTuples | None" = None
-    refused: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
 
     def add(self, tally: Tally) -> None:
         """Add the cases of an engine or a scenario."""
@@ -180,7 +180,7 @@ class Report:
     def not_exercised(self) -> dict[str, list[str]]:
         """Return the parts, features and backends that were not run, by reason."""
         pairs = [(omission.part, omission.reason) for omission in self.omissions]
-        pairs += [(part, why) for part, _, why in (line.partition(": ") for line in self.refused)]
+        pairs += self.refused.items()
         pairs += self.coverage.missing() if self.coverage else []
         by_reason: dict[str, list[str]] = {}
         for part, reason in dict.fromkeys(pairs):

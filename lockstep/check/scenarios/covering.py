@@ -298,6 +298,18 @@ class CoveringPlan:
             self._append_engine()
         return self._complete_at
 
+    @property
+    def num_for_values(self) -> int:
+        """Return how many scenarios have every value, or every tuple if a value has none."""
+        met: set[int] = set()
+        index = 0
+        while len(met) < len(self.values.names) and not self.is_complete(index):
+            # An engine has all of its scenarios.
+            for _ in range(self.per_engine):
+                met.update(number for row in self.scenario(index).rows() for number in row)
+                index += 1
+        return index
+
     def is_complete(self, index: int) -> bool:
         """Return whether the scenarios before this one have every tuple."""
         while len(self._scenarios) < index:

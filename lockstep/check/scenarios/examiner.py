@@ -7,14 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from lockstep.answer import Answer
 from lockstep.check.drafters import NO_DRAFTER
 from lockstep.check.engines import CheckEngine
-from lockstep.check.judges.answers import ACCEPTED, CACHED, DRAFTED, FORCED, PREEMPTIONS
+from lockstep.check.events import ACCEPTED, CACHED, DRAFTED, FORCED, PREEMPTIONS
 from lockstep.check.judges.plain_runs import SERVED, PlainRuns
 from lockstep.check.judges.trace import compare, traced
-from lockstep.check.matrix.setups import SCENARIO, Setup
+from lockstep.check.matrix.setups import SCENARIO, Setup, Size
 from lockstep.check.report.coverage import Coverage
 from lockstep.check.report.progress import Progress
 from lockstep.check.report.report import Failure, Report, Tally
@@ -154,10 +155,11 @@ class Examiner:
 class Effort:
     """Extent of a check.
 
-    scenarios: number of scenarios over all shards. covers: more of them until every pair or triple
-    was planned, and again where a planned one did not occur. seconds: time limit that replaces the
-    number. minimise: seconds for shrinking the first scenario that differs. folder: directory for
-    its file, or None. fail_fast: stop at the first difference. shard: part of the check to run.
+    scenarios: number of scenarios over all shards. has_values: more of them until every value of a
+    feature was planned. covers: more of them until every pair or triple was planned, and again
+    where a planned one did not occur. seconds: time limit that replaces the number. minimise:
+    seconds for shrinking the first scenario that differs. folder: directory for its file, or None.
+    fail_fast: stop at the first difference. shard: part of the check to run.
     """
 
     scenarios: int
@@ -167,12 +169,21 @@ class Effort:
     fail_fast: bool = False
     shard: Shard = WHOLE
     covers: bool = False
+    has_values: bool = False
+
+    @classmethod
+    def of(cls, size: Size, **options: Any) -> "Effort":
+        """Return the effort of a size; one without scenarios has none. options: other fields."""
+        has_values = size.scenarios > 0
+        return cls(size.scenarios, covers=size.covers, has_values=has_values, **options)
 
     def total(self, generator: ScenarioGenerator) -> int:
         """Return the number of scenarios over all shards."""
-        if not self.covers:
-            return self.scenarios
-        return max(self.scenarios, generator.plan.num_scenarios)
+        if self.covers:
+            return max(self.scenarios, generator.plan.num_scenarios)
+        if self.has_values:
+            return max(self.scenarios, generator.plan.num_for_values)
+        return self.scenarios
 
     def num_scenarios(self, generator: ScenarioGenerator) -> int | None:
         """Return the number of scenarios of the shard; None if a time limit decides."""
@@ -279,9 +290,8 @@ class _ScenarioRun:
     def _refuse(self, index: int, why: str) -> None:
         """Record that the engine of a scenario with a companion cannot be built."""
         kind = self.generator.kind(index)
-        text = f"companion {kind.model}, {kind.numerics}, drafter {kind.drafter}: {why}"
-        if text not in self.report.refused:
-            self.report.refused.append(text)
+        companion = f"companion {kind.model}, {kind.numerics}, drafter {kind.drafter}"
+        self.report.refused[companion] = why
 
 
 def _record_params(coverage: Coverage, scenario: Scenario) -> None:

@@ -15,7 +15,7 @@ from lockstep.answer import Answer
 from lockstep.check import oracle_drafter
 from lockstep.check.drafters import prediction_of
 from lockstep.check.engines import CheckEngine, Completion
-from lockstep.check.judges.answers import FORCED, count_events
+from lockstep.check.events import FORCED, count_events
 from lockstep.check.judges.digests import LogitDigests
 from lockstep.check.judges.plain_runs import PlainRuns
 from lockstep.check.scenarios.driver import Driver, Progress

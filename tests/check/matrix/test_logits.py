@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from lockstep.check import Interrupted, run_check
+from lockstep.check.checked_model import CheckedModel
+from lockstep.check.deadline import TIME_UP, Deadline
 from lockstep.check.engines import CheckEngine
 from lockstep.check.judges.digests import digest
 from lockstep.check.matrix import logits, logits_setups
 from lockstep.check.matrix.cases import Batch
+from lockstep.check.matrix.logits import run_logits
 from lockstep.check.matrix.logits_setups import CHUNKS, SIZES, Size, batches, engines, make_cases
 from lockstep.check.matrix.setups import Setup
 from lockstep.check.oracle_drafter import OracleDrafter
@@ -56,6 +59,30 @@ def test_a_clean_engine_passes_and_exercises_what_it_varies(check: Check) -> Non
         report.exercised[name] > 0
         for name in ("cached tokens", "draft tokens", "accepted draft tokens")
     )
+
+
+def test_engines_without_known_outputs_are_not_built(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the time was up after the first plain output, which one engine alone compares."""
+    monkeypatch.setitem(SIZES, "quick", Size((1, 2), (0, 1), (), 0, 1, 300, 6))
+    monkeypatch.setattr(Deadline, "share", lambda *rest: Deadline.after(0.0))
+    report = Report("quick")
+    settings = {"load_format": "dummy", "device": "cpu"}
+    checked = CheckedModel(model, settings, report, lambda *rest: None)
+    built = []
+    build = logits.build
+
+    def counted(*rest: Any) -> CheckEngine:
+        built.append(rest)
+        return build(*rest)
+
+    monkeypatch.setattr(logits, "build", counted)
+    run_logits(checked, Deadline.after(600.0))
+    total = report.planned[LOGITS_CASES]
+    assert (report.failed, report.cases) == (0, 1)
+    assert report.not_exercised()[TIME_UP] == [f"{total - 1} of {total} outputs of logits"]
+    assert len(built) == 2, "the plain engine, and the first of three"
 
 
 @pytest.mark.gpu

@@ -59,7 +59,7 @@ def report(model: str, calls: Counter[tuple[str, str]]) -> Report:
     """Return the report of the quick check's scenarios; test_distributions.py tests sampling."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lockstep.check.matrix.tokens.TokenMatrix.run", lambda *rest: None)
-        settings = {"effort": Effort(SIZES["quick"].scenarios), "load_format": "dummy"}
+        settings = {"effort": Effort.of(SIZES["quick"]), "load_format": "dummy"}
         return run_check("quick", model, seed=3, sections=("tokens",), **settings)
 
 

@@ -91,6 +91,19 @@ def test_quick_check_plans_every_value() -> None:
     had = {n for i in range(size.scenarios) for row in plan.scenario(i).rows() for n in row}
     missing = [name for n, name in enumerate(plan.values.names) if n not in had]
     assert missing == []
+    assert plan.num_for_values <= size.scenarios
+
+
+@pytest.mark.parametrize("per_engine", [1, 2, 3])
+def test_scenarios_of_a_model_alone_have_every_value(per_engine: int) -> None:
+    """Its drafters are more than the engines of half as many scenarios."""
+    table = feature_table((SERVED,), ("as served",), DRAFTERS, ("none",), True, True, True)
+    plan = CoveringPlan(table, 2, 0, per_engine, SIZES["quick"].requests)
+    total = plan.num_for_values
+    assert total % per_engine == 0 and total >= per_engine * len(DRAFTERS)
+    scenarios = [plan.scenario(index) for index in range(total)]
+    values = {n for scenario in scenarios for row in scenario.rows() for n in row}
+    assert values == set(range(len(plan.values.names)))
 
 
 def test_a_model_alone_has_no_companions_and_fewer_values() -> None:

@@ -1,4 +1,4 @@
-"""Counters of the events that the runs of answers had."""
+"""Counters of the events that a check exercised, from the metrics of its answers."""
 
 from collections import Counter
 from collections.abc import Iterable
