@@ -8,6 +8,7 @@ run launches is compiled at its first launch, so nothing here changes an answer.
 import logging
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ from unittest import mock
 
 import lockstep.kernels
 from lockstep import __version__
-from lockstep.child_processes import blocked_signals, ignore_signals
+from lockstep.child_processes import IGNORED_SIGNALS, blocked_signals
 from lockstep.config import EngineConfig, StepLimits
 from lockstep.kernels.architecture import Architecture
 from lockstep.progress import Progress
@@ -164,7 +165,10 @@ class KernelCompiler:
 
     def _work(self) -> None:
         """Compile until none remains."""
-        ignore_signals()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # which terminals send to a process group
+        # multiprocessing sends it when the parent exits, and waits for the end of this process.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
         parent = multiprocessing.parent_process()
         while parent is not None and parent.is_alive():
             with self._remaining.get_lock():

@@ -32,6 +32,14 @@ small = next(one for one in recorded if one.kernel == "silu_mul_kernel")
 small.compile()
 print(json.dumps([[one.kernel, one.target.arch, one.source.hash()] for one in recorded]))
 """
+ENDS = """
+from pathlib import Path
+from lockstep.worker.compile_ahead import KernelCompiler
+from tests.worker.test_compile_ahead import Work
+
+compiler = KernelCompiler([Work(f"kernel_{i}", Path(), "hangs") for i in range(2)])
+compiler.start()
+"""
 STEP_KERNELS = {
     "dense_gemm_kernel", "recurrent_step_kernel", "_attention_kernel",
     "add_rms_norm_kernel", "_rope_and_cache_kernel", "score_kernel", "choose_kernel",
@@ -107,6 +115,13 @@ def test_hung_compiler_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     errors, _ = run(works)
     assert errors == ["1 kernels were not compiled"]
     assert len(list(tmp_path.iterdir())) == 8
+
+
+def test_processes_end_with_the_one_that_started_them() -> None:
+    """An engine that cannot load its model ends at once, and waits for no kernel."""
+    program = ForkedProgram(ENDS, [])
+    _, errors = program.communicate(timeout=30.0)
+    assert not program.returncode, errors
 
 
 def test_no_kernel_is_no_work() -> None:
