@@ -47,6 +47,9 @@ POLL_SECONDS = 0.1
 STALL_SECONDS = 120.0
 """Seconds without a compiled kernel after which the processes count as hung. One kernel took at
 most 10 s on the host of an H200."""
+MAX_ERROR_CHARS = 500
+"""Characters of an error that are kept. A pipe takes so few bytes whole or not at all, so a process
+that is killed leaves no partial message."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,7 @@ class KernelCompiler:
         self._remaining = self._context.Value("q", len(compilations))
         self._done = self._context.Value("q", 0)
         self._errors = self._context.SimpleQueue()
+        self._read_errors: list[str] = []
         self._processes: list[BaseProcess] = []
 
     def start(self) -> None:
@@ -181,7 +185,8 @@ class KernelCompiler:
                 compilation.compile()
             except Exception as error:  # whatever the compiler raises
                 text = str(error).strip().partition("\n")[0]
-                self._errors.put(f"{compilation.kernel}: {type(error).__name__}: {text}")
+                line = f"{compilation.kernel}: {type(error).__name__}: {text}"
+                self._errors.put(line[:MAX_ERROR_CHARS])
             with self._done.get_lock():
                 self._done.value += 1
 
@@ -197,6 +202,7 @@ class KernelCompiler:
                 last = time.monotonic()
                 shown = self._done.value
                 progress(WORK, shown, len(self._compilations))
+            self._drain_errors()
             if time.monotonic() - last > STALL_SECONDS:
                 return
             time.sleep(POLL_SECONDS)
@@ -210,11 +216,17 @@ class KernelCompiler:
         for process in self._processes:
             process.kill()
             process.join()
-        errors = []
-        while not self._errors.empty():
-            errors.append(self._errors.get())
+        self._drain_errors()
+        errors = list(self._read_errors)
         missing = len(self._compilations) - self._done.value
-        return errors + [f"{missing} kernels were not compiled"] * (missing > 0)
+        if missing:
+            errors.append(f"{missing} kernels were not compiled")
+        return errors
+
+    def _drain_errors(self) -> None:
+        """Read all errors that were sent. A full pipe would block the processes."""
+        while not self._errors.empty():
+            self._read_errors.append(self._errors.get())
 
 
 class CompiledMark:

@@ -103,6 +103,14 @@ def test_error_of_the_compiler_names_its_kernel_and_ends_no_other(tmp_path: Path
     assert len(list(tmp_path.iterdir())) == 8
 
 
+def test_errors_of_many_kernels_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a pipe holds while nobody reads it."""
+    monkeypatch.setattr("lockstep.worker.compile_ahead.STALL_SECONDS", 1.0)
+    works = [Work(f"kernel_{i:0200d}", Path(), "raises") for i in range(1000)]
+    errors, _ = run(works)
+    assert len(errors) == 1000 and all("out of registers" in error for error in errors)
+
+
 def test_kernels_of_a_process_that_died_are_missing(tmp_path: Path) -> None:
     works = [Work(f"kernel_{i}", tmp_path / str(i), "dies") for i in range(9)]
     errors, _ = run(works)
