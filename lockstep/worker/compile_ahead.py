@@ -156,6 +156,11 @@ class KernelCompiler:
         self._read_errors: list[str] = []
         self._processes: list[BaseProcess] = []
 
+    @property
+    def _compiled(self) -> int:
+        """Number of compiled kernels, read without the lock, which a killed process may hold."""
+        return self._done.get_obj().value
+
     def start(self) -> None:
         """Start a process per core."""
         count = min(len(self._compilations), len(os.sched_getaffinity(0)))
@@ -198,15 +203,16 @@ class KernelCompiler:
         shown = -1
         last = time.monotonic()
         while any(process.is_alive() for process in self._processes):
-            if self._done.value != shown:
+            compiled = self._compiled
+            if compiled != shown:
                 last = time.monotonic()
-                shown = self._done.value
+                shown = compiled
                 progress(WORK, shown, len(self._compilations))
             self._drain_errors()
             if time.monotonic() - last > STALL_SECONDS:
                 return
             time.sleep(POLL_SECONDS)
-        progress(WORK, self._done.value, len(self._compilations))
+        progress(WORK, self._compiled, len(self._compilations))
 
     def close(self) -> list[str]:
         """End the processes -> one line per kernel that did not compile.
@@ -218,7 +224,7 @@ class KernelCompiler:
             process.join()
         self._drain_errors()
         errors = list(self._read_errors)
-        missing = len(self._compilations) - self._done.value
+        missing = len(self._compilations) - self._compiled
         if missing:
             errors.append(f"{missing} kernels were not compiled")
         return errors

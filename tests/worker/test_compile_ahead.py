@@ -5,6 +5,7 @@ import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -115,6 +116,16 @@ def test_kernels_of_a_process_that_died_are_missing(tmp_path: Path) -> None:
     works = [Work(f"kernel_{i}", tmp_path / str(i), "dies") for i in range(9)]
     errors, _ = run(works)
     assert errors == ["9 kernels were not compiled"]
+
+
+def test_lock_of_a_killed_process_blocks_nobody() -> None:
+    compiler = KernelCompiler([Work("kernel", Path())])  # type: ignore[list-item]
+    compiler._done.get_lock().acquire()
+    errors: list[str] = []
+    closing = Thread(target=lambda: errors.extend(compiler.close()), daemon=True)
+    closing.start()
+    closing.join(5.0)
+    assert errors == ["1 kernels were not compiled"]
 
 
 def test_hung_compiler_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
