@@ -282,13 +282,15 @@ class StartCompiler:
         if self._mark.exists():
             return
         try:
-            self._compiler = KernelCompiler(record_kernels(make(), limits))
-        except (RuntimeError, AssertionError) as error:  # torch asserts what it cannot do dry
+            compiler = KernelCompiler(record_kernels(make(), limits))
+            compiler.start()
+        except (RuntimeError, AssertionError, OSError) as error:
+            # torch asserts what it cannot do dry, multiprocessing that a process may have children.
             log.warning(
                 "kernels are compiled one after the other, at their first launch: %s", error
             )
             return
-        self._compiler.start()
+        self._compiler = compiler
 
     def finish(self, progress: Progress) -> None:
         """Wait for the kernels that the start has not launched."""

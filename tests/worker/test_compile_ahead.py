@@ -1,14 +1,17 @@
 """Kernels are recorded from dry runs, compiled in parallel, and errors are reported."""
 
 import json
+import multiprocessing
 import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 
+from lockstep.worker import compile_ahead
 from lockstep.worker.compile_ahead import WORK, KernelCompiler
 from tests.forked_processes import ForkedProgram
 
@@ -145,3 +148,24 @@ def test_processes_end_with_the_one_that_started_them() -> None:
 
 def test_no_kernel_is_no_work() -> None:
     assert run([]) == ([], [(WORK, 0, 0)])
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Triton's cache, without a kernel."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(compile_ahead, "kernel_cache", lambda: tmp_path)
+    return tmp_path
+
+
+def test_engine_starts_in_a_process_that_may_have_no_children(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a daemonic worker of a task queue."""
+    work = Work("kernel", empty_cache / "kernel")
+    monkeypatch.setattr(compile_ahead, "record_kernels", lambda *arguments: [work])
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    unused: Any = None
+    start = compile_ahead.StartCompiler(unused, unused, unused, lambda: unused)
+    start.finish(lambda *call: None)
+    assert "daemonic processes" in caplog.text and not list(empty_cache.iterdir())
