@@ -238,11 +238,14 @@ class KernelCompiler:
 class CompiledMark:
     """File in Triton's cache which says that the cache has all kernels of an engine.
 
-    Who deletes the cache, or copies it to other machines, takes the file along.
+    It is in the cache so that it is deleted and copied together with the kernels.
     """
 
     def __init__(self, config: EngineConfig, limits: StepLimits, card: Architecture) -> None:
-        hasher = sha256(repr((__version__, card, limits, config)).encode())
+        import triton
+
+        identity = (__version__, triton.__version__, card, limits, config)
+        hasher = sha256(repr(identity).encode())
         for path in sorted(Path(lockstep.kernels.__path__[0]).rglob("*.py")):
             hasher.update(path.read_bytes())
         self.path = kernel_cache() / f"lockstep-{hasher.hexdigest()[:16]}"

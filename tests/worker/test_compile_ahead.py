@@ -158,6 +158,11 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def mark() -> compile_ahead.CompiledMark:
+    config: Any = None
+    return compile_ahead.CompiledMark(config, config, config)
+
+
 def test_engine_starts_in_a_process_that_may_have_no_children(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -169,3 +174,12 @@ def test_engine_starts_in_a_process_that_may_have_no_children(
     start = compile_ahead.StartCompiler(unused, unused, unused, lambda: unused)
     start.finish(lambda *call: None)
     assert "daemonic processes" in caplog.text and not list(empty_cache.iterdir())
+
+
+def test_mark_is_of_one_release_of_triton(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark().write()
+    assert mark().exists()
+    monkeypatch.setattr("triton.__version__", "9.9.9")
+    assert not mark().exists()
