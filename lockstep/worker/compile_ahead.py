@@ -45,8 +45,8 @@ WORK = "compiling"
 POLL_SECONDS = 0.1
 """Interval at which progress is shown."""
 STALL_SECONDS = 120.0
-"""Seconds without a compiled kernel after which the processes count as hung. One kernel took at
-most 10 s on the host of an H200."""
+"""Seconds without a compiled kernel after which the processes count as hung. A kernel took at most
+10 s on the host of an H200."""
 MAX_ERROR_CHARS = 500
 """Characters of an error that are kept. A pipe takes so few bytes whole or not at all, so a process
 that is killed leaves no partial message."""
@@ -124,7 +124,8 @@ def recording(card: Architecture) -> Iterator[dict[Any, Compilation]]:
 def step_shapes(limits: StepLimits) -> list[StepShape]:
     """Return the shapes of steps that launch every kernel of an engine with these limits.
 
-    The order is that of a start: a process which compiles from the end meets it halfway.
+    The order is that of a start, which compiles a kernel that it launches first by itself.
+    KernelCompiler compiles the last kernels first, so that both seldom compile the same one.
     """
     forced = [forced_shape(limits, 1, window) for window in FORCED_WINDOWS]
     prompts = [largest_prompt_step(limits)[1], largest_forced_step(limits)]
@@ -268,9 +269,9 @@ def kernel_cache() -> Path:
 
 
 class StartCompiler:
-    """Compilation beside the start of an engine: the start waits for no kernel.
+    """Compilation of an engine's kernels while the engine loads its weights.
 
-    make: returns the dry engine, called unless the cache has all kernels.
+    make: returns the dry engine. It is called unless the cache has all kernels.
     """
 
     def __init__(
