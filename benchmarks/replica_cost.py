@@ -31,11 +31,17 @@ from lockstep.bench.measurement import print_json
 OPTIONS = ["--max-model-len", "1024", "--max-num-seqs", "16", "--speculative-config", "none"]
 PATIENCE = 600.0
 """Seconds until a server must answer."""
-STREAMS, STREAM_TOKENS = 16, 200
+STREAMS = 16
+STREAM_TOKENS = 200
 REQUESTS = 200
 ROUNDS = 3
-ITEMS, CALLS = 2000, 300
-PAUSED_ITEMS, PAUSE_SECONDS = 100, 0.02
+ITEMS = 2000
+"""Items of a stream whose CPU time is measured."""
+CALLS = 300
+PAUSED_ITEMS = 100
+"""Items of a stream whose latency is measured."""
+PAUSE_SECONDS = 0.02
+"""Seconds before each of them, so that none waits for another."""
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -60,14 +66,30 @@ def memory_mib(pid: int) -> float:
     return int(size[1]) / 1024 if size else 0.0
 
 
-async def measure_server(replicas: int) -> dict[str, Any]:
+def measure_server(replicas: int) -> dict[str, Any]:
     """Start a server, measure it and end it."""
-    folder = Path(tempfile.mkdtemp())
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        server = start_server(folder, replicas)
+        try:
+            return {"replicas": replicas, **asyncio.run(load(server, folder))}
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.wait()
+
+
+def start_server(folder: Path, replicas: int) -> "subprocess.Popen[bytes]":
+    """Start a server with its socket and its log in the folder. Ray writes to stdout too."""
     socket = folder / "socket"
     command = [sys.executable, "-m", "lockstep", "serve", "--uds", str(socket), *OPTIONS]
     command += ["--replicas", str(replicas)] if replicas > 1 else []
     with (folder / "log").open("w") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log)
+        return subprocess.Popen(command, stdout=log, stderr=log)
+
+
+async def load(server: "subprocess.Popen[bytes]", folder: Path) -> dict[str, float]:
+    """Wait until the server answers, and measure it."""
+    socket = folder / "socket"
     transport = httpx.AsyncHTTPTransport(uds=str(socket))
     body: dict[str, Any] = {"model": "lockstep", "temperature": 0, "ignore_eos": True}
 
@@ -96,10 +118,7 @@ async def measure_server(replicas: int) -> dict[str, Any]:
         tokens = await cpu_of([{"prompt": f"def f{i}(x):", **long} for i in range(STREAMS)])
         requests = await cpu_of([short] * REQUESTS)
     memory = sum(map(memory_mib, set(descendants(server.pid))))
-    server.send_signal(signal.SIGINT)
-    server.wait()
     return {
-        "replicas": replicas,
         "cpu_ms_per_token": round(1e3 * tokens / (STREAMS * STREAM_TOKENS), 3),
         "cpu_ms_per_request": round(1e3 * requests / REQUESTS, 2),
         "memory_gb": round(memory / 1024, 2),
@@ -184,7 +203,7 @@ def main() -> None:
         messages()
         return
     for replicas in (1, 2):
-        print_json(asyncio.run(measure_server(replicas)))
+        print_json(measure_server(replicas))
 
 
 if __name__ == "__main__":

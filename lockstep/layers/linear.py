@@ -41,7 +41,7 @@ RowGroup = tuple[Layout | None, int]
 class Weight(nn.Module):
     """Weight [N, K] in one storage format.
 
-    A single quantized row group stays quantized where the op dequantizes it. Any other quantized
+    A single quantized row group stays quantized where its op dequantizes. Any other quantized
     group is dequantized once, after loading: op(quantized) == op(dequantize(quantized)), so the
     bits are the same.
 
@@ -631,7 +631,7 @@ def probe(
         weights = [gemm.weight for gemm in same if gemm.weight is not None]
         probed.probe(rows, weights, same[0].split_k, same[0].allow_partials)
         if not isinstance(same[0], Head):
-            # Apart from the others, which are probed even if memory does not suffice here.
+            # A call of its own: where memory is too small for it, the other counts stay probed.
             probed.probe((prompt_tokens,), weights, same[0].split_k, same[0].allow_partials)
         served = ", ".join(str(count) for count, why in probed.verdicts.items() if why is None)
         refused = [f"at {count} rows {why}" for count, why in probed.verdicts.items() if why]

@@ -8,6 +8,7 @@ run launches is compiled at its first launch, so nothing here changes an answer.
 import logging
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ from unittest import mock
 
 import lockstep.kernels
 from lockstep import __version__
-from lockstep.child_processes import blocked_signals, ignore_signals
+from lockstep.child_processes import IGNORED_SIGNALS, blocked_signals
 from lockstep.config import EngineConfig, StepLimits
 from lockstep.kernels.architecture import Architecture
 from lockstep.progress import Progress
@@ -44,8 +45,11 @@ WORK = "compiling"
 POLL_SECONDS = 0.1
 """Interval at which progress is shown."""
 STALL_SECONDS = 120.0
-"""Seconds without a compiled kernel after which the processes count as hung. One kernel took at
-most 10 s on the host of an H200."""
+"""Seconds without a compiled kernel after which the processes count as hung. A kernel took at most
+10 s on the host of an H200."""
+MAX_ERROR_CHARS = 500
+"""Characters of an error that are kept. A pipe takes so few bytes whole or not at all, so a process
+that is killed leaves no partial message."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,8 @@ def recording(card: Architecture) -> Iterator[dict[Any, Compilation]]:
 def step_shapes(limits: StepLimits) -> list[StepShape]:
     """Return the shapes of steps that launch every kernel of an engine with these limits.
 
-    The order is that of a start: a process which compiles from the end meets it halfway.
+    The order is that of a start, which compiles a kernel that it launches first by itself.
+    KernelCompiler compiles the last kernels first, so that both seldom compile the same one.
     """
     forced = [forced_shape(limits, 1, window) for window in FORCED_WINDOWS]
     prompts = [largest_prompt_step(limits)[1], largest_forced_step(limits)]
@@ -149,7 +154,13 @@ class KernelCompiler:
         self._remaining = self._context.Value("q", len(compilations))
         self._done = self._context.Value("q", 0)
         self._errors = self._context.SimpleQueue()
+        self._read_errors: list[str] = []
         self._processes: list[BaseProcess] = []
+
+    @property
+    def _compiled(self) -> int:
+        """Number of compiled kernels, read without the lock, which a killed process may hold."""
+        return self._done.get_obj().value
 
     def start(self) -> None:
         """Start a process per core."""
@@ -164,7 +175,10 @@ class KernelCompiler:
 
     def _work(self) -> None:
         """Compile until none remains."""
-        ignore_signals()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # which terminals send to a process group
+        # multiprocessing sends it when the parent exits, and waits for the end of this process.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
         parent = multiprocessing.parent_process()
         while parent is not None and parent.is_alive():
             with self._remaining.get_lock():
@@ -177,7 +191,8 @@ class KernelCompiler:
                 compilation.compile()
             except Exception as error:  # whatever the compiler raises
                 text = str(error).strip().partition("\n")[0]
-                self._errors.put(f"{compilation.kernel}: {type(error).__name__}: {text}")
+                line = f"{compilation.kernel}: {type(error).__name__}: {text}"
+                self._errors.put(line[:MAX_ERROR_CHARS])
             with self._done.get_lock():
                 self._done.value += 1
 
@@ -189,14 +204,16 @@ class KernelCompiler:
         shown = -1
         last = time.monotonic()
         while any(process.is_alive() for process in self._processes):
-            if self._done.value != shown:
+            compiled = self._compiled
+            if compiled != shown:
                 last = time.monotonic()
-                shown = self._done.value
+                shown = compiled
                 progress(WORK, shown, len(self._compilations))
+            self._drain_errors()
             if time.monotonic() - last > STALL_SECONDS:
                 return
             time.sleep(POLL_SECONDS)
-        progress(WORK, self._done.value, len(self._compilations))
+        progress(WORK, self._compiled, len(self._compilations))
 
     def close(self) -> list[str]:
         """End the processes -> one line per kernel that did not compile.
@@ -206,21 +223,30 @@ class KernelCompiler:
         for process in self._processes:
             process.kill()
             process.join()
-        errors = []
+        self._drain_errors()
+        errors = list(self._read_errors)
+        missing = len(self._compilations) - self._compiled
+        if missing:
+            errors.append(f"{missing} kernels were not compiled")
+        return errors
+
+    def _drain_errors(self) -> None:
+        """Read all errors that were sent. A full pipe would block the processes."""
         while not self._errors.empty():
-            errors.append(self._errors.get())
-        missing = len(self._compilations) - self._done.value
-        return errors + [f"{missing} kernels were not compiled"] * (missing > 0)
+            self._read_errors.append(self._errors.get())
 
 
 class CompiledMark:
     """File in Triton's cache which says that the cache has all kernels of an engine.
 
-    Who deletes the cache, or copies it to other machines, takes the file along.
+    It is in the cache so that it is deleted and copied together with the kernels.
     """
 
     def __init__(self, config: EngineConfig, limits: StepLimits, card: Architecture) -> None:
-        hasher = sha256(repr((__version__, card, limits, config)).encode())
+        import triton
+
+        identity = (__version__, triton.__version__, card, limits, config)
+        hasher = sha256(repr(identity).encode())
         for path in sorted(Path(lockstep.kernels.__path__[0]).rglob("*.py")):
             hasher.update(path.read_bytes())
         self.path = kernel_cache() / f"lockstep-{hasher.hexdigest()[:16]}"
@@ -243,9 +269,9 @@ def kernel_cache() -> Path:
 
 
 class StartCompiler:
-    """Compilation beside the start of an engine: the start waits for no kernel.
+    """Compilation of an engine's kernels while the engine loads its weights.
 
-    make: returns the dry engine, called unless the cache has all kernels.
+    make: returns the dry engine. It is called unless the cache has all kernels.
     """
 
     def __init__(
@@ -261,13 +287,15 @@ class StartCompiler:
         if self._mark.exists() or multiprocessing.current_process().daemon:
             return
         try:
-            self._compiler = KernelCompiler(record_kernels(make(), limits))
-        except (RuntimeError, AssertionError) as error:  # torch asserts what it cannot do dry
+            compiler = KernelCompiler(record_kernels(make(), limits))
+            compiler.start()
+        except (RuntimeError, AssertionError, OSError) as error:
+            # torch asserts what it cannot do dry, multiprocessing that a process may have children.
             log.warning(
                 "kernels are compiled one after the other, at their first launch: %s", error
             )
             return
-        self._compiler.start()
+        self._compiler = compiler
 
     def finish(self, progress: Progress) -> None:
         """Wait for the kernels that the start has not launched."""

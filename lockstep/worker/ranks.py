@@ -45,7 +45,8 @@ STARTING_SILENT_SECONDS = 60.0
 WATCH_SECONDS = 0.5
 """Interval at which heartbeats are checked, and sent to other nodes."""
 STARTING_WATCH_SECONDS = 0.02
-"""Interval at which the first rank or node is looked for: each start waits for it."""
+"""Interval at which joined ranks and nodes are looked for before the first has joined. A start
+waits for up to one interval."""
 CAUSE_SECONDS = 5.0
 """Seconds that a failed exchange waits for the report of the rank that caused it."""
 
@@ -164,7 +165,7 @@ class RankWatch:
                     self.fail(rank, f"it has not answered for {now - last:.0f} s")
 
     def _read(self) -> list[tuple[int, Report]]:
-        """Wait for reports, at most WATCH_SECONDS."""
+        """Wait for reports, at most for WATCH_SECONDS."""
         hosts = {connection: host for host in self.hosts for connection in host.connections}
         seconds = WATCH_SECONDS if hosts else STARTING_WATCH_SECONDS
         reports: list[tuple[int, Report]] = []

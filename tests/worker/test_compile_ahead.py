@@ -1,13 +1,17 @@
 """Kernels are recorded from dry runs, compiled in parallel, and errors are reported."""
 
 import json
+import multiprocessing
 import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 
+from lockstep.worker import compile_ahead
 from lockstep.worker.compile_ahead import WORK, KernelCompiler
 from tests.forked_processes import ForkedProgram
 
@@ -31,6 +35,14 @@ recorded = record_kernels(DryEngine(config, checkpoint, limits, None, card, Fals
 small = next(one for one in recorded if one.kernel == "silu_mul_kernel")
 small.compile()
 print(json.dumps([[one.kernel, one.target.arch, one.source.hash()] for one in recorded]))
+"""
+ENDS = """
+from pathlib import Path
+from lockstep.worker.compile_ahead import KernelCompiler
+from tests.worker.test_compile_ahead import Work
+
+compiler = KernelCompiler([Work(f"kernel_{i}", Path(), "hangs") for i in range(2)])
+compiler.start()
 """
 STEP_KERNELS = {
     "dense_gemm_kernel", "recurrent_step_kernel", "_attention_kernel",
@@ -95,10 +107,28 @@ def test_error_of_the_compiler_names_its_kernel_and_ends_no_other(tmp_path: Path
     assert len(list(tmp_path.iterdir())) == 8
 
 
+def test_errors_of_many_kernels_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a pipe holds while nobody reads it."""
+    monkeypatch.setattr("lockstep.worker.compile_ahead.STALL_SECONDS", 1.0)
+    works = [Work(f"kernel_{i:0200d}", Path(), "raises") for i in range(1000)]
+    errors, _ = run(works)
+    assert len(errors) == 1000 and all("out of registers" in error for error in errors)
+
+
 def test_kernels_of_a_process_that_died_are_missing(tmp_path: Path) -> None:
     works = [Work(f"kernel_{i}", tmp_path / str(i), "dies") for i in range(9)]
     errors, _ = run(works)
     assert errors == ["9 kernels were not compiled"]
+
+
+def test_lock_of_a_killed_process_blocks_nobody() -> None:
+    compiler = KernelCompiler([Work("kernel", Path())])  # type: ignore[list-item]
+    compiler._done.get_lock().acquire()
+    errors: list[str] = []
+    closing = Thread(target=lambda: errors.extend(compiler.close()), daemon=True)
+    closing.start()
+    closing.join(5.0)
+    assert errors == ["1 kernels were not compiled"]
 
 
 def test_hung_compiler_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,5 +139,47 @@ def test_hung_compiler_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(list(tmp_path.iterdir())) == 8
 
 
+def test_processes_end_with_the_one_that_started_them() -> None:
+    """An engine that cannot load its model ends at once, and waits for no kernel."""
+    program = ForkedProgram(ENDS, [])
+    _, errors = program.communicate(timeout=30.0)
+    assert not program.returncode, errors
+
+
 def test_no_kernel_is_no_work() -> None:
     assert run([]) == ([], [(WORK, 0, 0)])
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Triton's cache, without a kernel."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(compile_ahead, "kernel_cache", lambda: tmp_path)
+    return tmp_path
+
+
+def mark() -> compile_ahead.CompiledMark:
+    config: Any = None
+    return compile_ahead.CompiledMark(config, config, config)
+
+
+def test_engine_starts_in_a_process_that_may_have_no_children(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a daemonic worker of a task queue."""
+    work = Work("kernel", empty_cache / "kernel")
+    monkeypatch.setattr(compile_ahead, "record_kernels", lambda *arguments: [work])
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    unused: Any = None
+    start = compile_ahead.StartCompiler(unused, unused, unused, lambda: unused)
+    start.finish(lambda *call: None)
+    assert "daemonic processes" in caplog.text and not list(empty_cache.iterdir())
+
+
+def test_mark_is_of_one_release_of_triton(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark().write()
+    assert mark().exists()
+    monkeypatch.setattr("triton.__version__", "9.9.9")
+    assert not mark().exists()

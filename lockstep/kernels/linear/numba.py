@@ -21,9 +21,13 @@ def linear_numba(
     """See lockstep.kernels.linear.linear. The order of a partition is that of ColumnTiles."""
     if isinstance(weight, PrepackedWeight):
         return weight.multiply(x, out)
-    if isinstance(weight, QuantizedWeight) and split_k == 1 and dequantizes("numba", x.dtype):
-        if fits_tiles(weight):
-            return TiledQuantizedWeight(weight).multiply(x, out)
+    if (
+        isinstance(weight, QuantizedWeight)
+        and split_k == 1
+        and dequantizes("numba", x.dtype)
+        and fits_tiles(weight)
+    ):
+        return TiledQuantizedWeight(weight).multiply(x, out)
     weight = dequantized(weight, x.dtype)
     if split_k == 1:
         return TiledWeight(weight).multiply(x, out)

@@ -1,8 +1,8 @@
 """Weights prepacked for a CPU's matrix products, and the number of rows that gives equal bits.
 
 TiledWeight and TiledQuantizedWeight (lockstep.kernels.linear.tiled) are for Numba kernels,
-LibraryWeight for the libraries of torch, where Numba is not installed. Each of the two defines its
-own bits.
+LibraryWeight for the libraries of torch, where Numba is not installed. The Numba kernels define one
+set of bits, the libraries another one.
 
 A BLAS product of few rows copies the whole weight into its own layout at every call. A prepacked
 weight is copied once, when it is loaded: oneDNN for every dtype, FBGEMM for float16, whose weights
@@ -37,10 +37,11 @@ ROWS_HINT = 8
 a layout of 8 rows, 128 of 1, 134 of 64; 8 rows took 179, 1168 and 341."""
 
 CODE_COLUMNS = 32
-"""Number by which the columns of a quantized weight must be divisible: four neighbouring words of
-4-bit codes have so many."""
+"""The columns of a quantized weight must be a multiple of this number, since four neighbouring
+words have the 4-bit codes of 32 columns."""
 GROUP_COLUMNS = 16
-"""Number by which the columns of a group must be divisible: a kernel reads so many of a group."""
+"""The columns of a group must be a multiple of this number, since a kernel dequantizes 16 columns
+with the scales of one group."""
 
 Product = Callable[[Tensor], Tensor]
 """x [M, K] fp32, contiguous -> x W^T [M, N] fp32."""

@@ -26,8 +26,8 @@ ALIGNMENT = 256
 this."""
 SPREADS = {torch.bfloat16: (0, 8, 40), torch.float16: (0, 2, 4)}
 """Exponent ranges of the trials: normal numbers times 2^-spread .. 2^spread."""
-MIN_PROMPT = 1024
-"""Rows. With as many, a launch takes so long that timing each weight once is enough."""
+MIN_PROMPT_ROWS = 1024
+"""Rows from which on each weight is timed once, since a launch takes long enough."""
 SLICE = 4096
 """Rows of a trial's operands that are drawn at once."""
 
@@ -86,7 +86,7 @@ class Probed:
         self, count: int, weights: Sequence[Tensor], split_k: int, allow_partials: bool
     ) -> str | None:
         x = _fill_random(weights[0].new_empty(count, weights[0].shape[1]), 0, 0)
-        launches = LAUNCHES if count < MIN_PROMPT else 1
+        min_launches = LAUNCHES if count < MIN_PROMPT_ROWS else 1
 
         def microseconds(run: RunLinear) -> float:
             def call(weight: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class Probed:
                 # Partials have four times the bytes of rounded outputs, and a consumer reads them.
                 return y.sum() if allow_partials else y
 
-            return 1e6 * seconds(call, weights, launches)
+            return 1e6 * seconds(call, weights, min_launches)
 
         rounds = [(microseconds(self.fast), microseconds(self.exact)) for _ in range(2)]
         fast, exact = map(min, zip(*rounds, strict=True))

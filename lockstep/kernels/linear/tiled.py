@@ -41,8 +41,8 @@ class ColumnTiles(PrepackedWeight):
     An output is acc = fma(x[k], w[k], acc) over ascending k, from 0, in fp32, rounded once. Neither
     rows nor columns enter, so a row has the same bits in every batch, and an output in every slice.
 
-    kernel: takes the address of x, the operands, and what multiply() adds. operands: addresses and
-    numbers of the stored weight.
+    kernel: takes the address of x, the operands, the address of the output, the sizes, and a range
+    of tiles. operands: addresses and sizes of the stored weight.
     """
 
     kernel: Callable[..., None]
@@ -112,7 +112,9 @@ class TiledQuantizedWeight(ColumnTiles):
         # Kernels add the negative of a minimum.
         offsets = -codes.offsets if codes.minima else codes.offsets
         self.scales = torch.stack([to_tiles(codes.scales), to_tiles(offsets)], 2)
-        self.bits, self.group, self.minima = codes.bits, codes.group, codes.minima
+        self.bits = codes.bits
+        self.group = codes.group
+        self.minima = codes.minima
         self.kernel = quantized_kernel(codes.bits, codes.minima)
         self.nbytes = codes.words.nbytes + codes.scales.nbytes + codes.offsets.nbytes
 

@@ -192,8 +192,9 @@ def vload(typingctx, dtype, address, index):
 
 @intrinsic
 def vload_codes(typingctx, address, index, shift, bits):
-    """Load 16 consecutive 32-bit words and return as fp32 the codes of `bits` bits from bit `shift`
-    on.
+    """Load 16 consecutive 32-bit words, and convert the code in each of them to fp32.
+
+    A code has the bits shift .. shift + bits - 1 of its word.
     """
 
     def codegen(context, builder, signature, args):

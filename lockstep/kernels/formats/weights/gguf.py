@@ -184,7 +184,8 @@ class GgufWeight(QuantizedWeight):
 
     def grouped(self) -> GroupedCodes:
         type = self.type
-        zero, bits = type.zero, 4 if type.bits <= 4 and type.table is None else 8
+        zero = type.zero
+        bits = 4 if type.bits <= 4 and type.table is None else 8
         if (bits, type.high_bits) == (self.bits, 0):
             words = self.words
         elif type.table is None:

@@ -25,8 +25,8 @@ class GroupedCodes(NamedTuple):
     """A quantized weight [N, K] as 4-bit or 8-bit codes, with two fp32 numbers per group along K.
 
     words: codes in the order of pack_codes. scales, offsets: [N, G]; column k belongs to group
-    k // group. minima: a value is scale * code - offset, of an exact product; else it is
-    (code - offset) * scale. All operations are in fp32.
+    k // group. minima: whether a value is scale * code - offset, where the product is exact;
+    otherwise it is (code - offset) * scale. All operations are in fp32.
     """
 
     words: Tensor

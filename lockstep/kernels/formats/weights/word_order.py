@@ -49,7 +49,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes into words: see pack_codes and pack_plane, which are one order."""
+    """Pack codes into words. pack_codes and pack_plane use the same order."""
     n, k = codes.shape
     padded = F.pad(codes, (0, -k % K_BLOCK)).contiguous()
     # Neighbouring columns are two bytes of a 16-bit number, and 16 bits apart in a word.
