@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -141,6 +142,13 @@ def record_kernels(dry_engine: DryEngine, limits: StepLimits) -> list[Compilatio
     return list(compilations.values())
 
 
+def end_processes(processes: Sequence[BaseProcess]) -> None:
+    """Kill processes, and wait for their ends."""
+    for process in processes:
+        process.kill()
+        process.join()
+
+
 class KernelCompiler:
     """Processes that compile kernels, the last one first. They end with this process.
 
@@ -156,6 +164,8 @@ class KernelCompiler:
         self._errors = self._context.SimpleQueue()
         self._read_errors: list[str] = []
         self._processes: list[BaseProcess] = []
+        # Without it the processes of a start that failed would go on, in a process that lives on.
+        self._end_processes = weakref.finalize(self, end_processes, self._processes)
 
     @property
     def _compiled(self) -> int:
@@ -220,9 +230,7 @@ class KernelCompiler:
 
         Kernels that were not begun, or whose process ended early, are among them.
         """
-        for process in self._processes:
-            process.kill()
-            process.join()
+        self._end_processes()
         self._drain_errors()
         errors = list(self._read_errors)
         missing = len(self._compilations) - self._compiled
@@ -290,7 +298,7 @@ class StartCompiler:
             compiler = KernelCompiler(record_kernels(make(), limits))
             compiler.start()
         except (RuntimeError, AssertionError, OSError) as error:
-            # torch asserts what it cannot do dry, multiprocessing that a process may have children.
+            # torch asserts what it cannot do dry.
             log.warning(
                 "kernels are compiled one after the other, at their first launch: %s", error
             )

@@ -1,5 +1,6 @@
 """Kernels are recorded from dry runs, compiled in parallel, and errors are reported."""
 
+import gc
 import json
 import multiprocessing
 import os
@@ -144,6 +145,16 @@ def test_processes_end_with_the_one_that_started_them() -> None:
     program = ForkedProgram(ENDS, [])
     _, errors = program.communicate(timeout=30.0)
     assert not program.returncode, errors
+
+
+def test_compilers_of_a_start_that_failed_are_ended(tmp_path: Path) -> None:
+    compiler = KernelCompiler([Work("kernel", tmp_path / "0", "hangs")])  # type: ignore[list-item]
+    compiler.start()
+    (process,) = compiler._processes
+    assert process.is_alive()
+    del compiler
+    gc.collect()
+    assert not process.is_alive()
 
 
 def test_no_kernel_is_no_work() -> None:
