@@ -23,7 +23,7 @@ from lockstep.engine.messages import (
     Submit,
     Updates,
 )
-from lockstep.engine.stats import Stats
+from lockstep.engine.stats import GAUGES, Stats
 from lockstep.errors import NumericsError
 from lockstep.replicas.messages import (
     Call,
@@ -432,7 +432,7 @@ class ReplicaTransport:
         self.router.remove(replica_id)
         with self._counting:
             member = self._members.pop(replica_id)
-            self._past = total_of([self._past, replace(member.stats, **_NO_GAUGES)])
+            self._past = total_of([self._past, member.stats.ended()])
         self._publish(member, [BlocksCleared()])
         self._lose(self._tags_on(replica_id), reason, failed)
 
@@ -500,25 +500,10 @@ class ReplicaTransport:
         self._receiver.deliver(delivered)
 
 
-_NO_GAUGES: dict[str, Any] = dict.fromkeys(
-    (
-        "num_running",
-        "num_waiting",
-        "num_swapped",
-        "pages_used",
-        "pages",
-        "host_pages_used",
-        "host_pages",
-        "num_audits_pending",
-    ),
-    0,
-)
-
-
 def total_of(parts: Sequence[Stats]) -> Stats:
     """Return the sum of the counters and gauges of several engines."""
     total = Stats()
     for part in parts:
-        gauges = {name: getattr(total, name) + getattr(part, name) for name in _NO_GAUGES}
+        gauges = {name: getattr(total, name) + getattr(part, name) for name in GAUGES}
         total = replace(part, **gauges).after(total)
     return total

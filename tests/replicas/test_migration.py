@@ -300,3 +300,18 @@ def test_a_call_that_fails_ends_its_request() -> None:
             assert not replicas.transport._progress and not replicas.transport._request_of
 
     asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_audits_of_a_lost_replica_count_as_dropped() -> None:
+    async def work() -> None:
+        async with running() as replicas:
+            transport = replicas.transport
+            waiting = transport._members["a"].stats
+            transport._members["a"].stats = replace(waiting, num_audits_pending=3)
+            replicas.fleet.kill("a")
+            while transport.router.replica_ids != ["b"]:
+                await asyncio.sleep(0.01)
+            stats = replicas.llm.stats()
+            assert (stats.audits_dropped_total, stats.num_audits_pending) == (3, 0)
+
+    asyncio.run(asyncio.wait_for(work(), 60))
