@@ -104,7 +104,8 @@ class Stats:
         that waited.
         """
         dropped = self.audits_dropped_total + self.num_audits_pending
-        return replace(self, audits_dropped_total=dropped, **dict.fromkeys(GAUGES, 0))
+        gauges: dict[str, Any] = dict.fromkeys(GAUGES, 0)
+        return replace(self, audits_dropped_total=dropped, **gauges)
 
     def only_histograms(self) -> "Stats":
         """Return the histogram lists without totals and gauges."""
