@@ -20,7 +20,7 @@ from lockstep.check.random_adapters import write_random_adapter
 from lockstep.engine import auditor
 from lockstep.engine.async_engine import AsyncEngine, Stream
 from lockstep.engine.auditor import is_audited
-from lockstep.engine.engine import Engine
+from lockstep.engine.engine import MAX_FAILURES, Engine
 from lockstep.engine.engine_loop import Delivery, EngineLoop
 from lockstep.engine.process_transport import ProcessTransport
 from lockstep.engine.stats import Stats
@@ -305,6 +305,21 @@ def test_audit_of_a_failed_step_is_dropped(tiny: Engine, monkeypatch: pytest.Mon
     assert sorted(client.ended) == ["a", "b"]
     assert client.change("audits_dropped_total") == client.change("audited_requests_total") == 1
     assert client.change("resumed_total") == 0
+
+
+def test_failed_audits_do_not_end_the_engine(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request succeeds between them."""
+
+    class Failing(Client):
+        def on_step(self) -> None:
+            if any(one.request.is_audit for one in tiny.scheduler.entries.values()):
+                raise RuntimeError("a step of an audit failed")
+
+    client = Failing(tiny, monkeypatch)
+    requests = [make_request(f"request {number}", 2) for number in range(MAX_FAILURES + 1)]
+    client.run(*requests)
+    assert len(client.ended) == len(requests)
+    assert client.change("audits_dropped_total") == len(requests)
 
 
 @pytest.mark.parametrize("limit", ["MAX_PENDING", "MAX_PENDING_BYTES"])
