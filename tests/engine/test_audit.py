@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import stat
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -341,6 +342,23 @@ def test_oldest_audits_are_dropped(
     client.run(*(make_request(name, tokens) for name, tokens in (("a", 4), ("b", 8), ("c", 12))))
     assert audited == ["audit-b", "audit-c"]
     assert client.change("audits_dropped_total") == 1
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"allowed_token_ids": list(range(1000))},
+        {"forced_token_ids": list(range(1000))},
+        {"prediction": list(range(1000))},
+        {"logit_bias": dict.fromkeys(range(1000), 1.0)},
+    ],
+    ids=lambda params: next(iter(params)),
+)
+def test_large_parameters_count_as_bytes_of_an_audit(params: dict[str, Any]) -> None:
+    small = make_request("small", 1000)
+    large = replace(small, params=small.params.clone(**params))
+    num_bytes = 1000 * (sys.getsizeof(1) + 8)  # an int and its entry
+    assert auditor._Audit(large).size - auditor._Audit(small).size >= num_bytes
 
 
 def test_resumed_answers_are_generated_again() -> None:
