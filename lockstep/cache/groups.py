@@ -36,10 +36,10 @@ class CacheSeq:
     cache_salt, adapter: the salt and the adapter's name of which the root is a hash; only a block
     log reads them. digests: token position -> digest of the content that a placeholder token there
     represents, such as an image. pages: page j has tokens [j * page_size, (j + 1) * page_size); the
-    first `published` are cached. slot: state slot, 0 for none. source:
-    slot of the snapshot that the sequence resumed from, 0 for none. branch: tokens of a cached
-    prefix whose state has no snapshot, else 0; another prompt shares the prefix and continues
-    differently after it. keys: keys of the first pages, computed on demand.
+    first `published` are cached. slot: state slot, 0 for none. source: slot of the snapshot that
+    the sequence resumed from, 0 for none. branch: tokens of a cached prefix whose state has no
+    snapshot, else 0; another prompt shares the prefix and continues differently after it. keys:
+    keys of the first pages, computed on demand.
     """
 
     prompt: Sequence[int]

@@ -244,8 +244,16 @@ class AsyncEngine:
         """Start the transport."""
         self._ended = None
         blocks = ignore_blocks if self._publisher is None else self._publisher.publish
-        callbacks = (self._deliver, self._begun, self._lost, self._close, blocks, self._compiled)
-        self.transport.start(Receiver(*callbacks))
+        self.transport.start(
+            Receiver(
+                deliver=self._deliver,
+                begun=self._begun,
+                lost=self._lost,
+                ended=self._close,
+                blocks=blocks,
+                compiled=self._compiled,
+            )
+        )
 
     def shutdown(self) -> None:
         """Stop the engine after its current step; open requests end with EngineDeadError."""

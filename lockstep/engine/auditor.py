@@ -8,6 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import gettempdir
@@ -25,7 +26,7 @@ MAX_PENDING_BYTES = 64 << 20
 TOKEN_BYTES = 36
 """Bytes of a token id: an int of Python and its entry in a list."""
 LOGPROB_BYTES = 256
-"""Bytes of a log-probability, and of the dict of its position."""
+"""Bytes of a log-probability and of the dict of its position, or of a bias of a token."""
 
 
 def is_audited(request_id: str, share: float) -> bool:
@@ -62,13 +63,18 @@ class _Audit:
     served: Request
     repeated: Request | None = None
 
-    @property
+    @cached_property
     def size(self) -> int:
-        """Return the estimated bytes of the request and its answer."""
+        """Return the estimated bytes of the request and its answer, apart from its grammar."""
         served = self.served
+        params = served.params
+        # A client may send as many of these ids as the vocabulary or the context has.
+        lists = (params.allowed_token_ids, params.forced_token_ids, params.prediction)
         tokens = len(served.prompt_token_ids) + len(served.output_token_ids)
+        tokens += sum(len(ids or ()) for ids in lists)
         scored = [*served.logprobs, *served.prompt_logprobs]
-        entries = sum(1 + len(position or ()) for position in scored)
+        entries = len(params.logit_bias or ())
+        entries += sum(1 + len(position or ()) for position in scored)
         return tokens * TOKEN_BYTES + entries * LOGPROB_BYTES
 
 
@@ -153,8 +159,8 @@ class Auditor:
             if request.is_audit:
                 self._compare()
             elif is_audited(request.id, self.share):
-                grammar = None if request.grammar is None else request.grammar.fresh()
                 # A grammar that has accepted tokens keeps up to 10 MB.
+                grammar = None if request.grammar is None else request.grammar.fresh()
                 self._queue(_Audit(replace(request, grammar=grammar)))
         return [request for request in touched if not request.is_audit]
 

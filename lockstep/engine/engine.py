@@ -333,13 +333,17 @@ class Engine:
         The content of the rows on the device is unknown then. So requests that have or had a row
         begin again, with their tokens so far as forced tokens, and no cached prefix is kept;
         waiting requests keep waiting. A request whose runs fail again and again ends, which
-        explains the failures. Raises EngineDeadError where an empty step fails as well, or steps
-        fail again and again.
+        explains the failures. An audit runs alone: it is dropped, and its failure does not count.
+        Raises EngineDeadError where an empty step fails as well, or steps fail again and again.
         """
-        self._failures += 1
+        audit = self.auditor.drop()
+        if audit is None:
+            self._failures += 1
+        else:
+            self.abort(audit.id)
         ended = [r for r in map(self._restart, self.scheduler.begun()) if r is not None]
         self._failed_requests += len(ended)
-        if ended and self._failed_requests <= MAX_FAILED_REQUESTS:
+        if ended:
             self._failures = 0
         self._forget()
         if self._failed_requests > MAX_FAILED_REQUESTS:

@@ -206,9 +206,10 @@ class EngineLoop:
 
     def _recover(self) -> None:
         """Recover from the exception of a step, which is being handled."""
-        self._end_audit(self._auditor.drop())
-        begun = ", ".join(self.engine.scheduler.begun()) or "none"
-        log.exception("a step failed; its requests go on from their tokens: %s", begun)
+        # An audit does not go on, and runs alone.
+        begun = [] if self.engine.scheduler.is_auditing else self.engine.scheduler.begun()
+        names = ", ".join(begun) or "none"
+        log.exception("a step failed; its requests go on from their tokens: %s", names)
         ended = self.engine.recover()
         for request in ended:
             log.error("request %s ends: %s", request.id, request.error)

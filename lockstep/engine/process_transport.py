@@ -338,12 +338,10 @@ class ProcessTransport:
     def _restart(self, loss: Loss) -> str:
         """Start a successor of a lost engine and serve; return how it ended."""
         with self._counting:
-            before = self._stats.after(self._past_stats)
+            before = self._stats.after(self._past_stats).ended()
             before.requests_success_total["error"] += loss.num_ended
             self._past_stats = replace(
                 before,
-                num_audits_pending=0,
-                audits_dropped_total=before.audits_dropped_total + before.num_audits_pending,
                 restarts_total=before.restarts_total + 1,
                 resumed_total=before.resumed_total + loss.num_resumed,
             )

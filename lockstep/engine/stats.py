@@ -99,6 +99,22 @@ class Stats:
         pairs = zip_longest(earlier.accepted_at, self.accepted_at, fillvalue=0)
         return replace(self, accepted_at=tuple(a + b for a, b in pairs), **added, **lists)
 
+    def ended(self) -> "Stats":
+        """Return the counters of an engine that has ended: it has no gauges, and dropped the audits
+        that waited.
+        """
+        dropped = self.audits_dropped_total + self.num_audits_pending
+        gauges: dict[str, Any] = dict.fromkeys(GAUGES, 0)
+        return replace(self, audits_dropped_total=dropped, **gauges)
+
     def only_histograms(self) -> "Stats":
         """Return the histogram lists without totals and gauges."""
         return Stats(**{name: getattr(self, name) for name in HISTOGRAMS})
+
+
+GAUGES = tuple(
+    one.name
+    for one in fields(Stats)
+    if not (one.name.endswith("_total") or one.name in (*HISTOGRAMS, "accepted_at"))
+)
+"""Fields of Stats that describe an engine at present."""

@@ -79,8 +79,10 @@ class ReplicaHost:
     """Engine of a replica, from start() to stop(), which belong to an event loop.
 
     A lost engine ends all calls: their clients go on elsewhere. The calls of a client end with the
-    stream of its reports. transport: to the engine; it may
-    restart a lost one. make_grammar: compiles grammars where the transport takes compiled ones.
+    stream of its reports.
+
+    transport: to the engine; it may restart a lost one. make_grammar: compiles grammars where the
+    transport takes compiled ones.
     """
 
     def __init__(
@@ -104,12 +106,12 @@ class ReplicaHost:
         self._loop = asyncio.get_running_loop()
         self.transport.start(
             Receiver(
-                self._deliver,
-                lambda ids: self._name_calls(ids, Began),
-                self._lose,
-                self._close,
-                lambda events: self._post_to_all(ChangedBlocks(events)),
-                compiled=lambda ids: self._name_calls(ids, Compiled),
+                deliver=self._deliver,
+                begun=lambda ids: self._report_calls(ids, Began),
+                lost=self._lose,
+                ended=self._close,
+                blocks=lambda events: self._post_to_all(ChangedBlocks(events)),
+                compiled=lambda ids: self._report_calls(ids, Compiled),
             )
         )
         self._heartbeats = self._loop.create_task(self._send_heartbeats())
@@ -216,10 +218,13 @@ class ReplicaHost:
         self._post((client, Updates(items)) for client, items in by_client.items())
         self._end(ended)
 
-    def _name_calls(
+    def _report_calls(
         self, request_ids: Sequence[str], report: Callable[[list[str]], Began | Compiled]
     ) -> None:
-        """Report the calls on which the engine begins to work, or which wait for rows again."""
+        """Report to each client which of its calls these requests are.
+
+        report: Began or Compiled.
+        """
         by_client: dict[str, list[str]] = {}
         with self._lock:
             for request_id in request_ids:

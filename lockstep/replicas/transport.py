@@ -23,7 +23,7 @@ from lockstep.engine.messages import (
     Submit,
     Updates,
 )
-from lockstep.engine.stats import Stats
+from lockstep.engine.stats import GAUGES, Stats
 from lockstep.errors import NumericsError
 from lockstep.replicas.messages import (
     Call,
@@ -144,6 +144,8 @@ class ReplicaTransport:
         self._members: dict[str, _Member] = {}
         self._counting = threading.Lock()
         self._past = Stats()
+        # Counters of lost replicas that may come back: those report them again.
+        self._lost: dict[str, Stats] = {}
         self._resetting: asyncio.Future[Any] | None = None
 
     @property
@@ -195,8 +197,9 @@ class ReplicaTransport:
         """See Transport; counters as of the last heartbeats, summed over all replicas."""
         with self._counting:
             members = [member.stats for member in self._members.values()]
-            total = total_of([self._past, *members])
-            for stats in (self._past, *members):
+            parts = [self._past, *self._lost.values(), *members]
+            total = total_of(parts)
+            for stats in parts:
                 stats.drain()
         return replace(
             total,
@@ -379,7 +382,8 @@ class ReplicaTransport:
         for replica_id in added:
             reports = self._loop.create_task(self._listen(replica_id))
             with self._counting:
-                self._members[replica_id] = _Member(reports, self._free_publisher())
+                stats = self._lost.pop(replica_id, Stats())
+                self._members[replica_id] = _Member(reports, self._free_publisher(), stats=stats)
             log.info("replica %s is present", replica_id)
         for replica_id in removed:
             if replica_id in self._members:
@@ -418,8 +422,14 @@ class ReplicaTransport:
         if replica_id in self._members:
             log.error("replica %s is lost: %s", replica_id, why)
             self._remove(replica_id, "lost", failed=True)
-            # It may be back, if only the connection broke.
-            self._loop.call_later(RECONNECT_SECONDS, self.router.restore, replica_id)
+            self._loop.call_later(RECONNECT_SECONDS, self._reconnect, replica_id)
+
+    def _reconnect(self, replica_id: str) -> None:
+        """Try a lost replica again: it may be back, if only the connection broke."""
+        self.router.restore(replica_id)
+        with self._counting:
+            if replica_id in self._lost and replica_id not in self.router.replica_ids:
+                self._past = total_of([self._past, self._lost.pop(replica_id)])
 
     def _drain(self, replica_id: str) -> None:
         """Move the requests of a replica that takes no new ones."""
@@ -432,7 +442,11 @@ class ReplicaTransport:
         self.router.remove(replica_id)
         with self._counting:
             member = self._members.pop(replica_id)
-            self._past = total_of([self._past, replace(member.stats, **_NO_GAUGES)])
+            stats = member.stats.ended()
+            if failed:
+                self._lost[replica_id] = stats
+            else:
+                self._past = total_of([self._past, stats])
         self._publish(member, [BlocksCleared()])
         self._lose(self._tags_on(replica_id), reason, failed)
 
@@ -500,25 +514,10 @@ class ReplicaTransport:
         self._receiver.deliver(delivered)
 
 
-_NO_GAUGES: dict[str, Any] = dict.fromkeys(
-    (
-        "num_running",
-        "num_waiting",
-        "num_swapped",
-        "pages_used",
-        "pages",
-        "host_pages_used",
-        "host_pages",
-        "num_audits_pending",
-    ),
-    0,
-)
-
-
 def total_of(parts: Sequence[Stats]) -> Stats:
     """Return the sum of the counters and gauges of several engines."""
     total = Stats()
     for part in parts:
-        gauges = {name: getattr(total, name) + getattr(part, name) for name in _NO_GAUGES}
+        gauges = {name: getattr(total, name) + getattr(part, name) for name in GAUGES}
         total = replace(part, **gauges).after(total)
     return total

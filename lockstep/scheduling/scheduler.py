@@ -253,10 +253,15 @@ class Scheduler:
         """Return a new cache record of a request."""
         # Prompt log-probabilities need every position computed, so no prefix is reused.
         reuse = request.params.prompt_logprobs is None and not request.is_audit
-        root = self.cache_root(request)
-        prompt, output = request.prompt_token_ids, request.output_token_ids
-        publish = not request.is_audit
-        return CacheSeq(prompt, output, root, reuse, publish, request.cache_salt, request.adapter)
+        return CacheSeq(
+            prompt=request.prompt_token_ids,
+            output=request.output_token_ids,
+            salt=self.cache_root(request),
+            reuse=reuse,
+            publish=not request.is_audit,
+            cache_salt=request.cache_salt,
+            adapter=request.adapter,
+        )
 
     def cache_root(self, request: Request) -> bytes:
         """Return the root of a request's page keys."""

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import stat
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ from lockstep.check.random_adapters import write_random_adapter
 from lockstep.engine import auditor
 from lockstep.engine.async_engine import AsyncEngine, Stream
 from lockstep.engine.auditor import is_audited
-from lockstep.engine.engine import Engine
+from lockstep.engine.engine import MAX_FAILURES, Engine
 from lockstep.engine.engine_loop import Delivery, EngineLoop
 from lockstep.engine.process_transport import ProcessTransport
 from lockstep.engine.stats import Stats
@@ -307,6 +308,21 @@ def test_audit_of_a_failed_step_is_dropped(tiny: Engine, monkeypatch: pytest.Mon
     assert client.change("resumed_total") == 0
 
 
+def test_failed_audits_do_not_end_the_engine(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request succeeds between them."""
+
+    class Failing(Client):
+        def on_step(self) -> None:
+            if any(one.request.is_audit for one in tiny.scheduler.entries.values()):
+                raise RuntimeError("a step of an audit failed")
+
+    client = Failing(tiny, monkeypatch)
+    requests = [make_request(f"request {number}", 2) for number in range(MAX_FAILURES + 1)]
+    client.run(*requests)
+    assert len(client.ended) == len(requests)
+    assert client.change("audits_dropped_total") == len(requests)
+
+
 @pytest.mark.parametrize("limit", ["MAX_PENDING", "MAX_PENDING_BYTES"])
 def test_oldest_audits_are_dropped(
     tiny: Engine, monkeypatch: pytest.MonkeyPatch, limit: str
@@ -326,6 +342,23 @@ def test_oldest_audits_are_dropped(
     client.run(*(make_request(name, tokens) for name, tokens in (("a", 4), ("b", 8), ("c", 12))))
     assert audited == ["audit-b", "audit-c"]
     assert client.change("audits_dropped_total") == 1
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"allowed_token_ids": list(range(1000))},
+        {"forced_token_ids": list(range(1000))},
+        {"prediction": list(range(1000))},
+        {"logit_bias": dict.fromkeys(range(1000), 1.0)},
+    ],
+    ids=lambda params: next(iter(params)),
+)
+def test_large_parameters_count_as_bytes_of_an_audit(params: dict[str, Any]) -> None:
+    small = make_request("small", 1000)
+    large = replace(small, params=small.params.clone(**params))
+    num_bytes = 1000 * (sys.getsizeof(1) + 8)  # an int and its entry
+    assert auditor._Audit(large).size - auditor._Audit(small).size >= num_bytes
 
 
 def test_resumed_answers_are_generated_again() -> None:

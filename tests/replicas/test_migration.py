@@ -12,6 +12,8 @@ from lockstep import LLM, SamplingParams
 from lockstep.async_llm import AsyncLLM
 from lockstep.errors import NumericsError
 from lockstep.outputs import RequestOutput
+from lockstep.replicas import host as host_module
+from lockstep.replicas import transport as transport_module
 from lockstep.replicas.messages import Call, OtherNumerics, Query
 from lockstep.replicas.transport import ReplicaTransport
 from tests.bundled_model import PROMPTS, SEEDED, answer, make_engine
@@ -298,5 +300,46 @@ def test_a_call_that_fails_ends_its_request() -> None:
                 one = replace(SEEDED, max_tokens=4)
                 await asyncio.wait_for(replicas.answers([PROMPTS[0]], [one], None), 10)
             assert not replicas.transport._progress and not replicas.transport._request_of
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_audits_of_a_lost_replica_count_as_dropped() -> None:
+    async def work() -> None:
+        async with running() as replicas:
+            transport = replicas.transport
+            waiting = transport._members["a"].stats
+            transport._members["a"].stats = replace(waiting, num_audits_pending=3)
+            replicas.fleet.kill("a")
+            while transport.router.replica_ids != ["b"]:
+                await asyncio.sleep(0.01)
+            stats = replicas.llm.stats()
+            assert (stats.audits_dropped_total, stats.num_audits_pending) == (3, 0)
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_a_replica_that_comes_back_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection breaks; its engine goes on, and reports its totals since its start."""
+    monkeypatch.setattr(transport_module, "RECONNECT_SECONDS", 0.01)
+    monkeypatch.setattr(host_module, "HEARTBEAT_SECONDS", 0.05)
+
+    async def work() -> None:
+        async with running() as replicas:
+            members = replicas.transport._members
+            params = replace(SEEDED, max_tokens=LENGTH)
+            await replicas.answers(PROMPTS[:2], [params.clone() for _ in range(2)], None)
+            while replicas.llm.stats().generation_tokens_total < 2 * LENGTH:
+                await asyncio.sleep(0.01)
+            (_, name), *_ = replicas.fleet.routed
+            before = members[name]
+            host = replicas.fleet.hosts[name]
+            host._loop.call_soon_threadsafe(host._drop_client, replicas.transport.client_id)
+            while members.get(name, before) is before or not members[name].numerics:
+                await asyncio.sleep(0.01)
+                assert replicas.llm.stats().generation_tokens_total == 2 * LENGTH
+            await asyncio.sleep(0.2)  # some heartbeats
+            assert replicas.llm.stats().generation_tokens_total == 2 * LENGTH
+            assert not replicas.transport._lost
 
     asyncio.run(asyncio.wait_for(work(), 60))

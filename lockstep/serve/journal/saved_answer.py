@@ -178,10 +178,9 @@ def decode(records: Sequence[bytes]) -> SavedAnswer:
     updates: list[tuple[int, TokenUpdate]] = []
     latest: dict[int, RequestMetrics] = {}
     for data in records[1:]:
-        record = json.loads(data)
-        if is_end(data):
-            return SavedAnswer(request, updates, read_end(data))
-        updates.append(_decode_update(record, latest, request.arrival))
+        if (end := read_end(data)) is not None:
+            return SavedAnswer(request, updates, end)
+        updates.append(_decode_update(json.loads(data), latest, request.arrival))
     return SavedAnswer(request, updates)
 
 

@@ -327,8 +327,10 @@ class ResumableStreams:
 
     async def _saved(self, key: Key, kind: str) -> SavedAnswer | None:
         """Return an answer of the journal; None where there is none of this API."""
-        records = None if self._journal is None else self._journal.records(*key)
-        if self._journal is None or records is None:
+        if self._journal is None:
+            return None
+        records = self._journal.records(*key)
+        if records is None:
             return None
         saved = await asyncio.to_thread(self._journal.read, records)
         return saved if saved is not None and saved.request.kind == kind else None
