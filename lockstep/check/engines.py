@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from lockstep.answer import Answer, Mismatch, exact_logprobs
+from lockstep.answer import Answer, ExactLogprobs, Mismatch, exact_logprobs
 from lockstep.cache.cache import CacheConfig
 from lockstep.check.drafters import WatchedDrafter, prediction_of, settings_with
 from lockstep.check.events import count_events
@@ -52,11 +52,15 @@ class Conversation:
 
 @dataclass
 class Completion:
-    """Running completion of a request. aborted: ended by an abort."""
+    """Running completion of a request, as its client receives it.
+
+    aborted: ended by an abort. prompt_logprobs: those that came with the first tokens.
+    """
 
     request: Request
     text: CompletionText
     aborted: bool = False
+    prompt_logprobs: ExactLogprobs = ()
 
     def update(self) -> bool:
         """Append the request's new tokens; return True if a stop string ended it."""
@@ -64,22 +68,23 @@ class Completion:
         if self.text.finished:
             return False
         update = token_update(request, len(self.text.output.token_ids))
+        # A request that begins again after a failed step computes them again, unseen by its client.
+        if update.token_ids and update.prompt_logprobs is not None:
+            self.prompt_logprobs = exact_logprobs(update.prompt_logprobs[1:])
         self.text.push(update.token_ids, update.logprobs, update.finish_reason, update.stop_reason)
         return self.text.finished and request.finish_reason is None
 
     def answer(self, digests: Sequence[int] = ()) -> Answer:
         """Return the output. digests: digests of the logits of its tokens."""
         done = self.text.output
-        request = self.request
-        has_prompt_logprobs = request.params.prompt_logprobs is not None and bool(done.token_ids)
         return Answer(
             tuple(done.token_ids),
             exact_logprobs(done.logprobs),
-            request.metrics,
+            self.request.metrics,
             tuple(digests[: len(done.token_ids)]),
             (done.finish_reason, done.stop_reason),
             done.text,
-            exact_logprobs(request.prompt_logprobs) if has_prompt_logprobs else (),
+            self.prompt_logprobs,
         )
 
 

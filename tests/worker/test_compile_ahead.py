@@ -175,7 +175,7 @@ def mark() -> compile_ahead.CompiledMark:
 
 
 def test_engine_starts_in_a_process_that_may_have_no_children(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a daemonic worker of a task queue."""
     work = Work("kernel", empty_cache / "kernel")
@@ -184,7 +184,7 @@ def test_engine_starts_in_a_process_that_may_have_no_children(
     unused: Any = None
     start = compile_ahead.StartCompiler(unused, unused, unused, lambda: unused)
     start.finish(lambda *call: None)
-    assert "daemonic processes" in caplog.text and not list(empty_cache.iterdir())
+    assert not list(empty_cache.iterdir())
 
 
 def test_mark_is_of_one_release_of_triton(

@@ -321,6 +321,16 @@ def test_plain_runs_are_cached_and_judged(
     assert fault is not None and "is not the one that the logits and parameters give" in fault.what
 
 
+def test_client_keeps_prompt_logprobs_where_a_request_begins_again(plain: PlainRuns) -> None:
+    """A step failed after its first token; an abort may then find them half computed."""
+    params = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=1, detokenize=False)
+    (completion,) = plain.engine.completions("again", (1, 2, 3), params)
+    plain.engine.serve([completion])
+    whole = completion.answer().prompt_logprobs
+    completion.request.restart()
+    assert len(whole) == 2 and completion.answer().prompt_logprobs == whole
+
+
 PHASED = ScenarioRequest(
     tuple(range(3, 200)), {"max_tokens": 12, "temperature": 0.7, "seed": 5, "ignore_eos": True}
 )
