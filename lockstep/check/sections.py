@@ -12,7 +12,7 @@ from lockstep.check.matrix.setups import (
     TRANSFORMERS,
     Setup,
 )
-from lockstep.errors import ConfigError, choice_error
+from lockstep.choices import read_choices
 
 KERNELS = "kernels"
 TOKENS = "tokens"
@@ -49,9 +49,4 @@ def section_of(setup: Setup) -> str:
 
 def section_names(value: str) -> tuple[str, ...]:
     """Return the names of --sections in their order; empty means all. Raises ConfigError."""
-    names = [name.strip() for name in value.split(",")] if value else list(SECTIONS)
-    unknown = [name for name in names if name not in SECTIONS]
-    if unknown:
-        allowed = ", ".join(SECTIONS)
-        raise choice_error(ConfigError, "sections", unknown[0], allowed, "Pass some of them.")
-    return tuple(name for name in SECTIONS if name in names)
+    return read_choices("sections", value, SECTIONS)

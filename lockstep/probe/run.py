@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from lockstep.errors import ConfigError, choice_error
+from lockstep.choices import read_choices
+from lockstep.errors import ConfigError
 from lockstep.probe.http import Budget, BudgetSpentError, Server
 from lockstep.probe.report import Section, ServerReport
 from lockstep.probe.sections import SECTIONS, drift
@@ -25,12 +26,7 @@ class Limits:
 
 def section_names(value: str) -> tuple[str, ...]:
     """Return the names of --sections in their order; empty means all. Raises ConfigError."""
-    names = [name.strip() for name in value.split(",")] if value else list(SECTIONS)
-    unknown = [name for name in names if name not in SECTIONS]
-    if unknown:
-        allowed = ", ".join(SECTIONS)
-        raise choice_error(ConfigError, "sections", unknown[0], allowed, "Pass some of them.")
-    return tuple(name for name in SECTIONS if name in names)
+    return read_choices("sections", value, SECTIONS)
 
 
 def probe_server(
