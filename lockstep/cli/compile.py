@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lockstep.cli.explain import read_gpu_memory
+from lockstep.cli.gpu_memory import GPUMemory, read_gpu_memory
 from lockstep.cli.options import engine_options
 from lockstep.cli.show import note, print_json
 from lockstep.progress import progress_bar
@@ -18,10 +18,7 @@ def compile(
         str | None,
         typer.Option("--arch", help="architecture of the GPU that will serve, e.g. sm_86"),
     ] = None,
-    gpu_memory_bytes: Annotated[
-        str | None,
-        typer.Option("--gpu-memory-bytes", help="memory of that GPU, e.g. 24G or 25.3e9"),
-    ] = None,
+    gpu_memory_bytes: GPUMemory = None,
     *,
     settings: dict[str, Any],
 ) -> None:

@@ -8,13 +8,9 @@ from rich.filesize import decimal
 from rich.table import Column, Table
 from rich.text import Text
 
+from lockstep.cli.gpu_memory import GPUMemory, read_gpu_memory
 from lockstep.cli.options import engine_options
 from lockstep.cli.show import load, print_json
-from lockstep.errors import ConfigError, brief, choice_error
-from lockstep.settings import SIZES, read_bytes
-
-MAX_BYTES = 1e15
-"""Maximum bytes of GPU memory, far above any real GPU."""
 
 
 @engine_options
@@ -24,10 +20,7 @@ def explain(
     arch: Annotated[
         str | None, typer.Option("--arch", help="plan for another GPU architecture, e.g. sm_86")
     ] = None,
-    gpu_memory_bytes: Annotated[
-        str | None,
-        typer.Option("--gpu-memory-bytes", help="memory of that GPU, e.g. 24G or 25.3e9"),
-    ] = None,
+    gpu_memory_bytes: GPUMemory = None,
     *,
     settings: dict[str, Any],
 ) -> None:
@@ -55,29 +48,6 @@ def explain(
     _print_ranks(console, explanation["ranks"])
     for note in explanation["notes"]:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
-
-
-def read_gpu_memory(arch: str | None, text: str | None) -> int | None:
-    """Return the memory of the planned GPU in bytes. Raises ConfigError."""
-    if text is None:
-        return None
-    if arch is None:
-        raise ConfigError(
-            f"gpu_memory_bytes={brief(text)} is not allowed without arch; allowed: with --arch, "
-            "for a GPU that this machine does not have. Name its architecture, or leave it out."
-        )
-    try:
-        # read_bytes raises ValueError too; both get the message with the range.
-        total = read_bytes(text)
-        if not 1 <= total <= MAX_BYTES:
-            raise ValueError
-    except ValueError:
-        allowed = f"1 to {MAX_BYTES:g} bytes, such as {SIZES}"
-        error = choice_error(
-            ConfigError, "gpu_memory_bytes", text, allowed, "Pass a size in that range."
-        )
-        raise error from None
-    return int(total)
 
 
 def _show_planned(settings: dict[str, Any], arch: str, total: int | None, json: bool) -> None:
