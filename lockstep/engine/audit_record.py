@@ -82,9 +82,14 @@ class AuditRecord:
         """
         text = json.dumps({"version": VERSION, "audit": asdict(self)})
         descriptor, name = mkstemp(".json", "lockstep-audit-", folder.absolute())
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-        return Path(name)
+        path = Path(name)
+        try:
+            with open(descriptor, "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+        except OSError:  # of a full disk: half a record is of no use
+            path.unlink(missing_ok=True)
+            raise
+        return path
 
     @classmethod
     def read(cls, data: dict[str, Any]) -> "AuditRecord":

@@ -49,7 +49,8 @@ def answer_of(request: Request) -> Answer:
 def first_difference(served: Request, repeated: Request) -> Mismatch | None:
     """Return the first difference of the answers of a request and its audit, or None."""
     mismatch = answer_of(served).first_difference(answer_of(repeated))
-    reported, expected = served.metrics.forced_mismatch, repeated.metrics.forced_mismatch
+    reported = served.metrics.forced_mismatch
+    expected = repeated.metrics.forced_mismatch
     if mismatch is None and reported != expected:
         position = min(report.index for report in (reported, expected) if report is not None)
         return position, f"forced_mismatch {reported} instead of {expected}"
@@ -124,7 +125,7 @@ class Auditor:
 
         None if no audit runs.
         """
-        audit, self._running = self._running, None
+        audit = self._take_running()
         if audit is None:
             return None
         # Last, so that an audit which takes long does not keep shorter ones from their turn.
@@ -133,7 +134,7 @@ class Auditor:
 
     def drop(self) -> Request | None:
         """Drop the running audit; return its request, to be aborted. None if no audit runs."""
-        audit, self._running = self._running, None
+        audit = self._take_running()
         if audit is None:
             return None
         self.num_dropped += 1
@@ -172,9 +173,15 @@ class Auditor:
             self._pending_bytes -= self._pending.popleft().size
             self.num_dropped += 1
 
+    def _take_running(self) -> _Audit | None:
+        """Return the audit that runs, which then counts as ended; None if no audit runs."""
+        audit = self._running
+        self._running = None
+        return audit
+
     def _compare(self) -> None:
         """Compare the answers of the running audit, which has ended."""
-        audit, self._running = self._running, None
+        audit = self._take_running()
         assert audit is not None and audit.repeated is not None
         self.num_audited += 1
         served = audit.served

@@ -1,6 +1,7 @@
 """Replays of audits: the file of a difference suffices to run its request again."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,9 @@ def write_record(folder: Path, text: str = TEXT, **changes: Any) -> Path:
     (request,) = llm.processor.requests("served", text, replace(GREEDY, **changes))
     llm.engine.run([request], lambda request: None)
     answer = answer_of(request)
-    config, plan = llm.engine.config, llm.engine.plan
-    return AuditRecord.of(config, plan, request, answer, answer, "none").write(folder)
+    engine = llm.engine
+    record = AuditRecord.of(engine.config, engine.plan, request, answer, answer, "none")
+    return record.write(folder)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -103,6 +105,19 @@ def test_other_numerics_are_named(tmp_path: Path) -> None:
     report = json.loads(result.stdout)
     assert report["cases"] == 6 and "kv-fp8" in report["numerics"]
     assert "its numerics are" in report["not_exercised"][0]["reason"]
+
+
+def test_full_disk_leaves_no_half_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_full(descriptor: int, *mode: str, **options: str) -> Any:
+        os.close(descriptor)
+        return open("/dev/full", *mode, **options)
+
+    monkeypatch.setattr("lockstep.engine.audit_record.open", open_full, raising=False)
+    answer = {"tokens": [1], "logprobs": [], "ending": ["stop", None], "prompt_logprobs": []}
+    record = AuditRecord({}, "", "a", [1], {}, [], 0, "", 0, None, answer, answer, "what")
+    with pytest.raises(OSError, match="No space left"):
+        record.write(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
