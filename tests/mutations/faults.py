@@ -754,20 +754,26 @@ FAULTS = (
     Fault(
         "attention of a kernel reads one key less in long steps", "numerics",
         "kernels.attention.numba", "paged_attention_numba",
-        "q = q.contiguous()",
-        "q = q.contiguous()\nstarts = (starts - (tokens > 4)).clamp_min(0)",
+        "$q = $q.contiguous()\n"
+        "$rotated = rotation_of($v_cache) is not None",
+        "$q = $q.contiguous()\n"
+        "starts = (starts - (tokens > 4)).clamp_min(0)\n"
+        "$rotated = rotation_of($v_cache) is not None",
     ),
     Fault(
         "a kernel replays one token too few", "mixer", "kernels.gated_delta_rule.numba",
         "gated_delta_step_numba",
-        "lengths = lengths.int()",
-        "lengths = lengths.int()\nfolded = torch.minimum(folded + 1, starts)",
+        "$starts = $starts.int()\n"
+        "$folded = $folded.int()",
+        "$starts = $starts.int()\n"
+        "$folded = torch.minimum($folded.int() + 1, $starts)",
     ),
     Fault(
         "a norm of a kernel has another eps for several rows", "numerics", "kernels.norm.numba",
         "add_rms_norm_numba",
-        "rows = x.numel() // width",
-        "rows = x.numel() // width\neps = eps * 3 if rows > 4 else eps",
+        "$kernel($a, $b, $c, $d, $e, $rows, $stride, $width, $eps, $offset)",
+        "$kernel($a, $b, $c, $d, $e, $rows, $stride, $width, $eps * 3 if $rows > 4 else $eps, "
+        "$offset)",
     ),
     Fault(
         "a norm sums in descending order for several rows", "numerics", NORM, "_normalize",
@@ -1166,21 +1172,23 @@ FAULTS = (
     Fault(
         "padding of a committed window takes the place of raw inputs", "mixer", RECURRENT_CPU,
         "CommittedWindow.__init__",
-        "self.ends: tuple[int, ...] = tuple($committed.tolist())",
-        "self.ends: tuple[int, ...] = (len(mixed),) * len($committed)",
+        "self.ends: tuple[int, ...] = tuple($committed.tolist())\n"
+        "self.padding = torch.arange(len($mixed))[:, None] >= $committed",
+        "self.ends: tuple[int, ...] = (len($mixed),) * len($committed)\n"
+        "self.padding = torch.arange(len($mixed))[:, None] >= $committed",
         f"{OF_COMMITTED}::test_padding_disturbs_no_row",
     ),
     Fault(
         "a committed window saves tokens that its state includes", "mixer",
         "kernels.recurrent.step_kernel", "_step_through_window",
-        "$in_v & ($start + $t >= $written) if COMMITTED else $in_v",
-        "$in_v & ($start + $t < $written) if COMMITTED else $in_v",
+        "$in_v & ($start + $t >= $written) if $committed else $in_v",
+        "$in_v & ($start + $t < $written) if $committed else $in_v",
         f"{OF_COMMITTED}::test_window_equals_single_tokens",
     ),
     Fault(
         "k and decay of a committed window saved before they are replayed", "mixer",
         "kernels.gated_delta_rule.step_kernels", "_key_inputs",
-        "if not COMMITTED:\n"
+        "if not $committed:\n"
         "    ...",
         "if True:\n"
         "    ...",
@@ -1189,8 +1197,8 @@ FAULTS = (
     Fault(
         "a committed window keeps one raw input less", "mixer",
         "kernels.mamba2.step_kernels", "_channel_inputs",
-        "$mask = $mask & ($t >= $length - R)",
-        "$mask = $mask & ($t > $length - R)",
+        "$mask = $mask & ($t >= $length - $count)",
+        "$mask = $mask & ($t > $length - $count)",
         f"{OF_COMMITTED}::test_window_equals_single_tokens",
     ),
     Fault(
@@ -1282,7 +1290,7 @@ FAULTS = (
     Fault(
         "a grammar sees the drafter's drafts instead of forced tokens", "worker", GRAMMAR_MASKS,
         "GrammarMasks._gather_unseen",
-        "_, $drafts = step_drafts($table, $ids[:, 0], $count + 1)",
+        "$ignored, $drafts = step_drafts($table, $ids[:, 0], $count + 1)",
         "$drafts = torch.full_like($table.tokens[$ids[:, 0], :$count], -1)",
         f"{OF_FORCED}::test_forced_prefix_changes_no_answer",
     ),

@@ -21,6 +21,7 @@ NAMES_A_LOCAL = {
     "a token of a latent attention window sees the next one",
     "a draft model reads the token after each position", "a grammar's masks lie at the first row",
     "a window over latents is one grouped query",
+    "attention of a kernel reads one key less in long steps",
 }  # fmt: skip
 """Faults whose replacement reads a local variable that their pattern does not match."""
 
