@@ -119,8 +119,9 @@ def page(name: str) -> str:
     """Return the text of a page with its tables as they must be."""
     text = (ROOT / "docs" / name).read_text(encoding="utf-8")
     for mark, lines in tables(name).items():
-        begin, end = f"<!-- {mark}: made by docs/faults.py -->\n", f"<!-- /{mark} -->\n"
-        start, stop = text.index(begin) + len(begin), text.index(end)
+        begin = f"<!-- {mark}: made by docs/faults.py -->\n"
+        start = text.index(begin) + len(begin)
+        stop = text.index(f"<!-- /{mark} -->\n")
         text = text[:start] + "\n".join(lines) + "\n" + text[stop:]
     return text
 

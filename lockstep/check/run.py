@@ -115,7 +115,8 @@ def run_replay(scenario: Scenario, model: str | None = None, **settings: Any) ->
 
 def _parts(checked: CheckedModel, effort: Effort) -> list[Part]:
     """Return all parts of a check, in the order of their runs."""
-    report, progress = checked.report, checked.progress
+    report = checked.report
+    progress = checked.progress
 
     def oracle(deadline: Deadline) -> None:
         transformers_logits.run_oracle(checked.plain, report, progress, deadline)

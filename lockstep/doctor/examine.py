@@ -346,7 +346,7 @@ class Examiner:
             raise self._broken(error) from error
 
     def _check_load(self, case: Case, first: dict[str, Tensor]) -> None:
-        """Compare calls while a second stream multiplies and copies, in bits.
+        """Compare the bits of calls that run during products and copies of a second stream.
 
         Half of the calls are on a stream of high priority: the op's other streams, which have a
         normal one, then fall behind.

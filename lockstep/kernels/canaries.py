@@ -50,7 +50,7 @@ class Canaries(TorchDispatchMode):
         return self.add_margins(out) if func in FILLED_ALLOCATIONS else out
 
     def add_margins(self, x: Tensor, filled: bool = True) -> Tensor:
-        """Return a tensor like x in a buffer of its own between margins.
+        """Return a tensor like x in a new buffer with a margin on each side.
 
         filled: with x's values, else with the fill byte.
         """

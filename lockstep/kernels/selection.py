@@ -89,9 +89,9 @@ class KernelSelection:
         findings = {name: self.finding(op.name, name) for name in served}
         healthy = [name for name, finding in findings.items() if finding is None]
         if not healthy:
-            found = "; ".join(f"{name}: {finding}" for name, finding in findings.items())
+            listed = "; ".join(f"{name}: {finding}" for name, finding in findings.items())
             raise ConfigError(
-                f"op {op.name} has no healthy backend on this machine ({found}); allowed: a "
+                f"op {op.name} has no healthy backend on this machine ({listed}); allowed: a "
                 f"backend that {DOCTOR} examined without a finding. Run {DOCTOR} again after a "
                 f"repair, or set kernels {op.name}={served[0]} to use it anyway."
             )

@@ -126,7 +126,9 @@ class ReplicaHost:
             raise EngineDeadError(f"the engine has stopped: {self._fault}.")
 
     async def run(self, call: Call) -> AsyncIterator[OtherNumerics]:
-        """Run a call to its end; cancel it to abort. Yield OtherNumerics to refuse it.
+        """Run a call until it ends. Yield OtherNumerics to refuse it.
+
+        A caller that cancels the iterator aborts the call.
 
         Raises EngineDeadError where the engine has ended, or nobody reads the client's reports.
         """

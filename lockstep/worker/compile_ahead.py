@@ -125,8 +125,8 @@ def recording(card: Architecture) -> Iterator[dict[Any, Compilation]]:
 def step_shapes(limits: StepLimits) -> list[StepShape]:
     """Return the shapes of steps that launch every kernel of an engine with these limits.
 
-    The order is that of a start, which compiles a kernel that it launches first by itself.
-    KernelCompiler compiles the last kernels first, so that both seldom compile the same one.
+    The order is that of a start, which compiles a kernel that is not in the cache when it launches
+    it. KernelCompiler compiles the last kernels first, so that both seldom compile the same one.
     """
     forced = [forced_shape(limits, 1, window) for window in FORCED_WINDOWS]
     prompts = [largest_prompt_step(limits)[1], largest_forced_step(limits)]
@@ -235,7 +235,7 @@ class KernelCompiler:
         errors = list(self._read_errors)
         missing = len(self._compilations) - self._compiled
         if missing:
-            errors.append(f"{missing} kernels were not compiled")
+            errors.append(f"kernels that were not compiled: {missing}")
         return errors
 
     def _drain_errors(self) -> None:

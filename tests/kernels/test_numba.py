@@ -89,7 +89,8 @@ def test_quantized_tiles_have_the_bits_of_their_values(name: str) -> None:
     """Rows of every number, columns of a partial tile, and the values themselves."""
     weight = QUANTIZED[name]
     plain = weight.dequantize(torch.float32)
-    quantized, dense = TiledQuantizedWeight(weight), TiledWeight(plain)
+    quantized = TiledQuantizedWeight(weight)
+    dense = TiledWeight(plain)
     assert same_bits(quantized.plain(), plain)
     assert quantized.nbytes < dense.nbytes / 2
     x = wide_range_rows(70, 288)

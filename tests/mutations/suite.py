@@ -167,7 +167,8 @@ def run_trial(
             else:
                 return _checked(copy, trial.command, seed)
         except subprocess.TimeoutExpired:
-            case, what = "", f"no end after {max_seconds:g} s"
+            case = ""
+            what = f"no end after {max_seconds:g} s"
         return Result(case, what, _spent() - started)
 
 

@@ -65,8 +65,10 @@ def test_a_client_that_does_not_read_loses_its_calls(
     async def work() -> None:
         host = ReplicaHost(transport, HELLO)
         host.start()
-        slow, quick = Reader(host, "slow"), Reader(host, "quick")
-        unread, read = await slow.begin(), await quick.begin()
+        slow = Reader(host, "slow")
+        quick = Reader(host, "quick")
+        unread = await slow.begin()
+        read = await quick.begin()
         reading = asyncio.create_task(quick.next())
         assert await unread == [], "it ends without an update"
         assert transport.sent == ["slow.1", "quick.1", "abort slow.1"]
@@ -106,7 +108,8 @@ def test_a_client_that_comes_again_gets_its_reports(transport: Any) -> None:
     async def work() -> None:
         host = ReplicaHost(transport, HELLO)
         host.start()
-        first, second = Reader(host, "client"), Reader(host, "client", "2")
+        first = Reader(host, "client")
+        second = Reader(host, "client", "2")
         lost = await first.begin()
         waiting = asyncio.create_task(first.next())
         await asyncio.sleep(0)

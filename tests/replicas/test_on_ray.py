@@ -172,7 +172,8 @@ def test_replicas_follow_the_load(tmp_path: Path) -> None:
 
 def test_replicas_publish_their_blocks(tmp_path: Path) -> None:
     """Each at an endpoint of its own, as data-parallel rank 0 and 1."""
-    zmq, msgspec = pytest.importorskip("zmq"), pytest.importorskip("msgspec")
+    zmq = pytest.importorskip("zmq")
+    msgspec = pytest.importorskip("msgspec")
     endpoint = f"ipc://{tmp_path}/events"
     config = json.dumps({"enable_kv_cache_events": True, "endpoint": endpoint})
     options = ["--replicas", "2", "--kv-events-config", config]

@@ -134,10 +134,11 @@ def requested_setup(
     """
     if drafting is None and rows is None:
         return None
-    drafter, k = NO_DRAFTER, 0
-    if drafting is not None:
-        drafter, k = drafting["method"], drafting.get("num_speculative_tokens", AUTO_DRAFTS)
-    return Setup(drafter, k, COLD, graphs[0], rows=rows or ROWS)
+    num_rows = rows or ROWS
+    if drafting is None:
+        return Setup(NO_DRAFTER, 0, COLD, graphs[0], rows=num_rows)
+    num_drafts = drafting.get("num_speculative_tokens", AUTO_DRAFTS)
+    return Setup(drafting["method"], num_drafts, COLD, graphs[0], rows=num_rows)
 
 
 PLAIN = Setup(NO_DRAFTER, 0, COLD, "none")

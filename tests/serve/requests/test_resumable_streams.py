@@ -250,7 +250,8 @@ def test_long_saved_answers_let_other_requests_run(
             await asyncio.sleep(0)
 
     async def work() -> None:
-        path, body = "/v1/completions", {"prompt": "the", "max_tokens": 400}
+        path = "/v1/completions"
+        body = {"prompt": "the", "max_tokens": 400}
         first = servers.start(servers.folder / "journal", None if is_complete else 300, "a" * 400)
         first.client.step = 1
         async with asked(first, path, body) as answer_id:
