@@ -26,6 +26,7 @@ from lockstep.engine.messages import (
     EngineRequest,
     Failed,
     Heartbeat,
+    Idle,
     Progress,
     Ready,
     Report,
@@ -75,7 +76,9 @@ class _Host:
             return
         self._compile_limiter = CompileLimiter(self._engine.plan.max_num_seqs)
         self._engine.on_begin = self._report_begun
-        self._loop = EngineLoop(self._engine, self._deliver, self._deliver_blocks)
+        self._loop = EngineLoop(
+            self._engine, self._deliver, self._deliver_blocks, lambda: self._report(Idle())
+        )
         keep_from_collection()
         self._report(Ready(self._engine.facts, self._engine.executor.device_rates()))
         heartbeats = threading.Thread(

@@ -7,7 +7,8 @@ import os
 import signal
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,8 +24,9 @@ from lockstep.engine.async_engine import AsyncEngine, Stream
 from lockstep.engine.auditor import is_audited
 from lockstep.engine.engine import MAX_FAILURES, Engine
 from lockstep.engine.engine_loop import Delivery, EngineLoop
-from lockstep.engine.process_transport import ProcessTransport
+from lockstep.engine.process_transport import MAX_RESTARTS, ProcessTransport
 from lockstep.engine.stats import Stats
+from lockstep.errors import RequestError
 from lockstep.layers.linear import Head
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
@@ -323,6 +325,23 @@ def test_failed_audits_do_not_end_the_engine(tiny: Engine, monkeypatch: pytest.M
     assert client.change("audits_dropped_total") == len(requests)
 
 
+def test_refused_audit_is_dropped(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    add = tiny.add
+
+    def refusing(request: Request) -> None:
+        if request.id == "audit-a":
+            raise RequestError("not allowed", "prompt")
+        add(request)
+
+    monkeypatch.setattr(tiny, "add", refusing)
+    client = Client(tiny, monkeypatch)
+    client.run(make_request("a", 2), make_request("b", 4))
+    assert client.ended == ["a", "b"] and "refused audit-a" in caplog.text
+    assert client.change("audits_dropped_total") == client.change("audited_requests_total") == 1
+
+
 @pytest.mark.parametrize("limit", ["MAX_PENDING", "MAX_PENDING_BYTES"])
 def test_oldest_audits_are_dropped(
     tiny: Engine, monkeypatch: pytest.MonkeyPatch, limit: str
@@ -397,10 +416,13 @@ async def lose_engine_with_a_pending_audit(client: AsyncEngine) -> Stats:
     return client.stats()
 
 
-def test_process_audits_and_counts_lost_audits(tmp_path: Path, forked_processes: None) -> None:
-    """The answer that went on in the next process is audited as a whole."""
+@contextmanager
+def audited_process(
+    make: Callable[..., engine_factories.EngineAndGrammars], folder: Path
+) -> Iterator[AsyncEngine]:
+    """Yield a client of a tiny engine that audits all requests, in a process of its own."""
     settings = {
-        "model": str(make_model(tmp_path / "model", **TWO_LAYERS)),
+        "model": str(make_model(folder, **TWO_LAYERS)),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "max_model_len": 1024,
@@ -408,15 +430,36 @@ def test_process_audits_and_counts_lost_audits(tmp_path: Path, forked_processes:
         "num_gpu_blocks": 60,
         "audit": 1.0,
     }
-    client = AsyncEngine(ProcessTransport(partial(engine_factories.plain, settings), 30.0))
+    client = AsyncEngine(ProcessTransport(partial(make, settings), 30.0))
     client.start()
     try:
-        stats = engine_factories.run(lose_engine_with_a_pending_audit(client))
+        yield client
     finally:
         client.shutdown()
+
+
+def test_process_audits_and_counts_lost_audits(tmp_path: Path, forked_processes: None) -> None:
+    """The answer that went on in the next process is audited as a whole."""
+    with audited_process(engine_factories.plain, tmp_path / "model") as client:
+        stats = engine_factories.run(lose_engine_with_a_pending_audit(client))
     assert (stats.audits_dropped_total, stats.num_audits_pending) == (1, 0)
     assert (stats.audited_requests_total, stats.audit_differences_total) == (1, 0)
     assert (stats.restarts_total, stats.resumed_total) == (1, 1)
+
+
+async def lose_engines_in_audits(client: AsyncEngine, count: int) -> None:
+    """Send a request to each of `count` engines, and wait until its audit has ended the engine."""
+    for number in range(count):
+        assert await end(client.stream(make_request(f"request {number}", 2))) == "length"
+        while client.is_alive and client.stats().restarts_total == number:
+            await asyncio.sleep(0.01)
+
+
+def test_engines_lost_in_audits_are_restarted(tmp_path: Path, forked_processes: None) -> None:
+    """More of them than may end with nothing to do."""
+    with audited_process(engine_factories.dies_in_audits, tmp_path / "model") as client:
+        engine_factories.run(lose_engines_in_audits(client, MAX_RESTARTS + 1))
+        assert client.is_alive
 
 
 def test_interrupted_call_drops_its_audits() -> None:
