@@ -22,7 +22,7 @@ from unittest import mock
 
 import lockstep
 from lockstep import __version__
-from lockstep.child_processes import IGNORED_SIGNALS, blocked_signals
+from lockstep.child_processes import IGNORED_SIGNALS, blocked_signals, end_with_parent
 from lockstep.config import EngineConfig, StepLimits
 from lockstep.kernels.architecture import Architecture
 from lockstep.models.checkpoint import settings_files
@@ -187,6 +187,9 @@ class KernelCompiler:
 
     def _work(self) -> None:
         """Compile until none remains."""
+        # A compiler that hangs looks at nothing, and keeps open what it has of its parent's pipes:
+        # whoever reads them would not notice that the parent was killed.
+        end_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # which terminals send to a process group
         # multiprocessing sends it when the parent exits, and waits for the end of this process.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

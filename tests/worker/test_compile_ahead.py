@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -41,6 +42,8 @@ small.compile()
 print(json.dumps([[one.kernel, one.target.arch, one.source.hash()] for one in recorded]))
 """
 ENDS = """
+import os
+import signal
 from pathlib import Path
 from lockstep.worker.compile_ahead import KernelCompiler
 from tests.worker.test_compile_ahead import Work
@@ -148,6 +151,14 @@ def test_processes_end_with_the_one_that_started_them() -> None:
     program = ForkedProgram(ENDS, [])
     _, errors = program.communicate(timeout=30.0)
     assert not program.returncode, errors
+
+
+def test_hung_compilers_end_with_a_process_that_is_killed() -> None:
+    """They hold its end of a pipe open."""
+    program = ForkedProgram(ENDS + "os.kill(os.getpid(), signal.SIGKILL)", [])
+    with program.stdout, program.stderr:
+        assert wait([program.stdout], timeout=30.0), "a compiler holds it"
+        assert not program.stdout.read()
 
 
 def test_compilers_of_a_start_that_failed_are_ended(tmp_path: Path) -> None:
