@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import gettempdir
 
 from lockstep.answer import Answer, Mismatch, exact_logprobs
-from lockstep.engine.audit_record import AuditRecord
+from lockstep.engine.audit_record import AuditRecord, records_in
 from lockstep.scheduling.request import Request
 
 log = logging.getLogger("lockstep.engine")
@@ -84,7 +84,8 @@ class Auditor:
 
     share: share of the requests that are audited. record: makes the record of a difference.
     folder: where the first difference is written; the folder of temporary files replaces it where
-    it is not writable.
+    it is not writable. num_records: records in both, those of earlier engines included, so that a
+    difference stays visible after a restart until somebody removes its file.
 
     All methods belong to the thread of the engine.
     """
@@ -100,10 +101,11 @@ class Auditor:
         self.num_differences = 0
         self.num_dropped = 0
         self._record = record
-        self._folder = folder
+        self._folders = [folder, *_temporary_folders()]
         self._pending: deque[_Audit] = deque()
         self._pending_bytes = 0
         self._running: _Audit | None = None
+        self.num_records = self._count_records() if share else 0
 
     @property
     def num_pending(self) -> int:
@@ -199,14 +201,34 @@ class Auditor:
             *(served.id, position, remedy),
         )
 
+    def _count_records(self) -> int:
+        """Return the number of records in the folders, and write their paths to the log."""
+        records = sorted({path for folder in self._folders for path in records_in(folder)})
+        if records:
+            log.warning(
+                "audit: answers differed before this start: %s. Reproduce: lockstep check --replay "
+                "FILE. Remove a file that was examined.",
+                ", ".join(map(str, records)),
+            )
+        return len(records)
+
     def _write(self, served: Request, repeated: Request, what: str) -> str:
         """Write a record to the first folder that takes it; return how to use it."""
-        for folder in (self._folder, Path(gettempdir())):
+        for folder in self._folders:
             try:
                 record = self._record(served, answer_of(served), answer_of(repeated), what)
                 path = record.write(folder)
-            except (OSError, TypeError) as error:  # an audit never ends the engine
+            except Exception as error:  # an audit never ends the engine
                 reason = f" It could not be written to {folder}: {error}."
             else:
+                self.num_records += 1
                 return f" Reproduce: lockstep check --replay {path}"
         return reason
+
+
+def _temporary_folders() -> list[Path]:
+    """Return the folder of temporary files; none where the system has none that is writable."""
+    try:
+        return [Path(gettempdir())]
+    except FileNotFoundError:
+        return []

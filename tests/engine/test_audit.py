@@ -115,6 +115,7 @@ def test_audit_finds_a_fault_and_writes_the_first(
 ) -> None:
     """Rows that run together get wrong logits; the audit of each runs alone."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(auditor, "gettempdir", lambda: str(tmp_path))
     break_batches(monkeypatch)
     llm = make_engine(None, audit=1.0)
     with caplog.at_level(logging.ERROR):
@@ -128,6 +129,12 @@ def test_audit_finds_a_fault_and_writes_the_first(
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     record = json.loads(path.read_text())["audit"]
     assert record["served"]["tokens"] != record["repeated"]["tokens"]
+    assert stats.num_audit_records == 1
+    caplog.clear()
+    assert counts(make_engine(None, audit=1.0)).num_audit_records == 1, "after a restart"
+    assert str(path) in caplog.text
+    path.unlink()
+    assert counts(make_engine(None, audit=1.0)).num_audit_records == 0
 
 
 def test_unwritable_folder_is_replaced(
@@ -137,9 +144,23 @@ def test_unwritable_folder_is_replaced(
     break_batches(monkeypatch)
     monkeypatch.setattr(auditor, "gettempdir", lambda: str(tmp_path / "missing"))
     llm = make_engine(None, audit=1.0)
-    llm.engine.auditor._folder = tmp_path / "also missing"
+    llm.engine.auditor._folders[0] = tmp_path / "also missing"
     llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert "could not be written" in caplog.text and str(tmp_path / "missing") in caplog.text
+    assert counts(llm).audit_differences_total >= 1
+
+
+def test_audits_need_no_folder_of_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose file system is not writable."""
+
+    def missing() -> str:
+        raise FileNotFoundError("no usable temporary directory")
+
+    monkeypatch.setattr(auditor, "gettempdir", missing)
+    break_batches(monkeypatch)
+    llm = make_engine(None, audit=1.0)
+    llm.engine.auditor._folders[0] = Path("/missing")
+    llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert counts(llm).audit_differences_total >= 1
 
 
