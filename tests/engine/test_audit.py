@@ -28,7 +28,7 @@ from lockstep.engine.process_transport import MAX_RESTARTS, ProcessTransport
 from lockstep.engine.stats import Stats
 from lockstep.errors import RequestError
 from lockstep.layers.linear import Head
-from lockstep.sampling_params import SamplingParams
+from lockstep.sampling_params import SamplingParams, StructuredOutputsParams
 from lockstep.scheduling.request import Request
 from lockstep.worker import executor
 from lockstep.worker.executor import worker_of
@@ -391,14 +391,29 @@ def test_oldest_audits_are_dropped(
         {"forced_token_ids": list(range(1000))},
         {"prediction": list(range(1000))},
         {"logit_bias": dict.fromkeys(range(1000), 1.0)},
+        {"structured_outputs": StructuredOutputsParams(grammar="a" * 36_000)},
     ],
     ids=lambda params: next(iter(params)),
 )
 def test_large_parameters_count_as_bytes_of_an_audit(params: dict[str, Any]) -> None:
     small = make_request("small", 1000)
+    small.params = small.params.clone(ignore_eos=False)
     large = replace(small, params=small.params.clone(**params))
     num_bytes = 1000 * (sys.getsizeof(1) + 8)  # an int and its entry
     assert auditor._Audit(large).size - auditor._Audit(small).size >= num_bytes
+
+
+def test_grammars_count_as_bytes_of_an_audit() -> None:
+    """A recipe may be as long as a body, and each audit keeps its grammar's first mask."""
+    llm = make_engine(None)
+    words = [f"word{i}" for i in range(1000)]
+    form = StructuredOutputsParams(choice=words)
+    params = replace(GREEDY, ignore_eos=False, structured_outputs=form)
+    (request,) = llm.processor.requests("form", TEXT, params)
+    assert request.grammar is not None
+    without = auditor._Audit(replace(request, grammar=None)).size
+    first_mask = llm.engine.vocab_size // 8
+    assert auditor._Audit(request).size - without >= len("".join(words)) + first_mask
 
 
 def test_resumed_answers_are_generated_again() -> None:
