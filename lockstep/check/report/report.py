@@ -108,7 +108,7 @@ class Report:
     check. coverage: ops, drafters and parameters that ran. interrupted: the check was stopped
     early. planned: number of scenarios, and of cases, of a complete run, by their names.
     section_seconds: duration of each section. omissions: parts that were not run. refused: reason
-    by companion that cannot be built here, or by answer that cannot be compared.
+    by companion that cannot be built here, or by part of a replay that cannot be run.
     """
 
     size: str
