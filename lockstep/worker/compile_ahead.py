@@ -24,7 +24,7 @@ import lockstep
 from lockstep import __version__
 from lockstep.child_processes import IGNORED_SIGNALS, blocked_signals, end_with_parent
 from lockstep.config import EngineConfig, StepLimits
-from lockstep.kernels.architecture import Architecture
+from lockstep.kernels.architecture import WARP_SIZE, Architecture
 from lockstep.models.checkpoint import settings_files
 from lockstep.progress import Progress
 from lockstep.scheduling.chunks import FORCED_WINDOWS
@@ -42,7 +42,6 @@ from lockstep.worker.worker import (
 
 log = logging.getLogger("lockstep.engine")
 
-WARP_SIZE = 32
 WORK = "compiling"
 """Name of the work for progress bars."""
 POLL_SECONDS = 0.1
