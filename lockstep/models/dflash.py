@@ -187,7 +187,7 @@ class BlockDraftModel(nn.Module):
         self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps)
         self.blocks = nn.ModuleList(Block(*sublayers) for sublayers in self.layers(build))
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps)
-        self.head = Head(build, c.vocab_size, c.hidden_size, target.head.loaded)
+        self.head = Head(build, c.vocab_size, c.hidden_size, target.head)
 
     def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
         """Yield block attention and an MLP for every layer."""
