@@ -86,6 +86,10 @@ def read_common(
     )
 
 
+UNUSED_WINDOW = dict.fromkeys(("sliding_window", "max_window_layers"), "use_sliding_window is off")
+"""Settings that may be ignored after read_attention_layers(), each with the reason."""
+
+
 def read_attention_layers(c: ConfigReader) -> int:
     """Return the number of layers; each has full attention, since windows are not supported."""
     c.one_of("use_sliding_window", False, default=False)
