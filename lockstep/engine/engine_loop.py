@@ -76,7 +76,8 @@ class EngineLoop:
 
         The error of a request that the engine refuses is delivered.
         """
-        self._commands.put(lambda: self._add(requests))
+        if requests:  # none would stop an audit too
+            self._commands.put(lambda: self._add(requests))
 
     def abort(self, request_id: str) -> None:
         """Abort a request. Nothing is delivered for it afterwards."""

@@ -282,6 +282,27 @@ def test_requests_stop_audits(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> 
     assert tiny.drain_stats().requests_success_total.total() == 2
 
 
+@pytest.mark.parametrize("submits", [False, True])
+def test_grammar_that_is_compiled_stops_no_audit(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch, submits: bool
+) -> None:
+    """An engine's process submits the requests without a grammar at once, here none."""
+
+    class Submitting(Client):
+        audited_steps = 0
+
+        def on_step(self) -> None:
+            if tiny.scheduler.is_auditing:
+                self.audited_steps += 1
+                if self.audited_steps == 3 and submits:
+                    self.loop.submit([])
+
+    client = Submitting(tiny, monkeypatch)
+    client.run(make_request("a", 8))
+    assert client.change("audited_requests_total") == 1
+    assert client.audited_steps <= 9
+
+
 def test_audits_use_no_cached_prefix(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.reset_prefix_cache()
     cached: list[tuple[bool, int]] = []
