@@ -258,7 +258,18 @@ class ProcessTransport:
         raise EngineDeadError(f"the engine did not start: {self._child.reap()}.")
 
     def _supervise(self) -> None:
-        """Serve with one engine after the other."""
+        """Serve until no engine follows, and end the requests."""
+        assert self._receiver is not None
+        try:
+            fault = self._serve_with_restarts()
+        except BaseException:  # else all requests would wait for ever
+            log.exception("the engine's reports cannot be handled")
+            fault = "its reports could not be handled"
+            self._child.reap()
+        self._receiver.ended(SHUT_DOWN if self._stopping else fault, not self._stopping)
+
+    def _serve_with_restarts(self) -> str:
+        """Serve with one engine after the other; return how the last one ended."""
         assert self._receiver is not None
         fault = self._serve()
         while not self._stopping:
@@ -268,7 +279,7 @@ class ProcessTransport:
                 break
             log.error("the engine process ended (%s); restarting it", fault)
             fault = self._restart(loss)
-        self._receiver.ended(SHUT_DOWN if self._stopping else fault, not self._stopping)
+        return fault
 
     def _serve(self) -> str:
         """Deliver an engine's reports until it stops or is lost, and return the reason."""
@@ -354,10 +365,10 @@ class ProcessTransport:
             self._stats = Stats()
         self._has_served = False
         self._is_working = False
-        self._child = _Child(self._make, self._step_seconds)
         try:
+            self._child = _Child(self._make, self._step_seconds)
             self._until_ready(lambda what, done, of: None)
-        except Exception as error:
+        except Exception as error:  # of a lack of memory or descriptors, too
             self._child.reap()
             return f"it could not be started again: {error}"
         self._busy_for = 0.0

@@ -443,6 +443,52 @@ def test_engine_that_serves_is_restarted_without_limit(
     assert ends == [True] * (MAX_FAILED_REQUESTS - 1) + [False]
 
 
+def test_requests_end_where_no_engine_can_be_started(
+    settings: dict[str, Any], forked_processes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where memory is too short for another process."""
+
+    def fail(*arguments: object) -> None:
+        raise OSError("Cannot allocate memory")
+
+    client = AsyncEngine(ProcessTransport(partial(engine_factories.plain, settings), STEP_SECONDS))
+    client.start()
+
+    async def work() -> None:
+        stream = client.stream(make_request("long", LONG))
+        await anext(aiter(stream))
+        monkeypatch.setattr(process_transport, "_Child", fail)
+        os.kill(client.transport.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="started again: Cannot allocate memory"):
+            await read(stream)
+
+    try:
+        run(work())
+        assert not client.is_alive
+    finally:
+        client.shutdown()
+
+
+def test_requests_end_where_reports_cannot_be_handled(
+    settings: dict[str, Any], forked_processes: None
+) -> None:
+    client = AsyncEngine(ProcessTransport(partial(engine_factories.plain, settings), STEP_SECONDS))
+    client.start()
+
+    async def work() -> None:
+        stream = client.stream(make_request("long", LONG))
+        os.kill(client.transport.pid, signal.SIGSTOP)
+        client.transport._take = None
+        os.kill(client.transport.pid, signal.SIGCONT)
+        with pytest.raises(EngineDeadError, match="its reports could not be handled"):
+            await read(stream)
+
+    try:
+        run(work())
+    finally:
+        client.shutdown()
+
+
 def test_partial_message_ends_the_reports() -> None:
     """As of a process that was stopped while it wrote."""
     mine, other = Pipe()
