@@ -309,10 +309,14 @@ class StartCompiler:
         try:
             compiler = KernelCompiler(record_kernels(make(), limits))
             compiler.start()
-        except (RuntimeError, AssertionError, OSError) as error:
-            # torch asserts what it cannot do dry.
+        except Exception as error:
+            # A start needs none of this: torch asserts what it cannot do dry, and recording uses
+            # functions of Triton that change with its releases. What the user has to mend is raised
+            # again when the engine is built.
             log.warning(
-                "kernels are compiled one after the other, at their first launch: %s", error
+                "kernels are compiled one after the other, at their first launch: %s: %s",
+                type(error).__name__,
+                error,
             )
             return
         self._compiler = compiler

@@ -207,6 +207,21 @@ def test_engine_starts_in_a_process_that_may_have_no_children(
     assert not list(empty_cache.iterdir())
 
 
+def test_engine_starts_where_kernels_cannot_be_recorded(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with a release of Triton whose functions have other arguments."""
+
+    def record(*arguments: object) -> None:
+        raise TypeError("record() takes 4 arguments")
+
+    monkeypatch.setattr(compile_ahead, "record_kernels", record)
+    unused: Any = None
+    compile_ahead.StartCompiler(*arguments_of(empty_cache), lambda: unused).finish(unused)
+    assert "at their first launch: TypeError: record() takes" in caplog.text
+    assert not list(empty_cache.iterdir())
+
+
 def test_mark_is_of_one_release_of_triton(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
