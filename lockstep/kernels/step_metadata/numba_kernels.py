@@ -5,6 +5,7 @@ Arguments are addresses of contiguous tensors, and sizes. Names, shapes and inte
 of contract.py.
 """
 
+from lockstep.kernels.recurrent.numba_kernels import next_folded
 from lockstep.kernels.simd.compiler import inline, kernel
 from lockstep.kernels.simd.vectors import load_int, load_int32, store_int, store_int32
 
@@ -79,20 +80,13 @@ def prepare_step(
 
 
 @inline
-def _next_folded(start, folded, flush, grid):
-    """Compute lockstep.kernels.recurrent.history.next_folded of one row."""
-    last = start // grid * grid
-    return last if start - folded >= flush and last > folded else folded
-
-
-@inline
 def _folded_after(prompt, forced, seq_len, width, computed, folded, flush, grid):
     """Return the tokens that a row's recurrent state includes after the step."""
     if forced:
-        return _next_folded(computed, folded, 1, grid)
+        return next_folded(computed, folded, 1, grid)
     if prompt:
         return computed
-    return _next_folded(seq_len - width, folded, flush, grid)
+    return next_folded(seq_len - width, folded, flush, grid)
 
 
 @inline
