@@ -104,7 +104,7 @@ class _Member:
     publisher: KVEventPublisher | None = None
     numerics: str = ""
     stats: Stats = field(default_factory=Stats)
-    busy_for: float = 0.0
+    stalled_for: float = 0.0
     last_report: float = field(default_factory=time.monotonic)
 
 
@@ -155,7 +155,7 @@ class ReplicaTransport:
         stalls = []
         for member in list(self._members.values()):
             silence = now - member.last_report
-            stalls.append(member.busy_for + (silence if silence > SILENT_SECONDS else 0.0))
+            stalls.append(member.stalled_for + (silence if silence > SILENT_SECONDS else 0.0))
         return min(stalls, default=0.0)
 
     @property
@@ -466,7 +466,7 @@ class ReplicaTransport:
             return
         member.last_report = time.monotonic()
         if isinstance(report, Updates):
-            member.busy_for = 0.0
+            member.stalled_for = 0.0
             self._deliver(member, report.updates)
         elif isinstance(report, Began):
             self._receiver.begun(self._requests_of(report.ids))
@@ -475,7 +475,7 @@ class ReplicaTransport:
         elif isinstance(report, ChangedBlocks):
             self._publish(member, report.events)
         elif isinstance(report, Heartbeat):
-            member.busy_for = report.busy_for
+            member.stalled_for = report.stalled_for
             self.router.set_ready(replica_id, True)
             with self._counting:
                 member.stats = report.stats.after(member.stats.only_histograms())
