@@ -126,19 +126,19 @@ def test_reports_that_fail_lose_the_replica(alone: LLM, caplog: pytest.LogCaptur
 
     async def work() -> list[RequestOutput]:
         async with running() as replicas:
-            take = replicas.transport._take
+            handle = replicas.transport._handle
             replica_id = ""
 
             def fail() -> None:
                 nonlocal replica_id
                 (_, replica_id), *_ = replicas.fleet.routed
-                replicas.transport._take = fail_once  # type: ignore[method-assign]
+                replicas.transport._handle = fail_once  # type: ignore[method-assign]
 
             def fail_once(of: str, report: Any) -> None:
                 if of == replica_id:
-                    replicas.transport._take = take  # type: ignore[method-assign]
+                    replicas.transport._handle = handle  # type: ignore[method-assign]
                     raise ZeroDivisionError
-                take(of, report)
+                handle(of, report)
 
             outputs = await replicas.answers(PROMPTS[:2], params, fail)
             assert replicas.transport.moved_total["lost"]
@@ -340,6 +340,6 @@ def test_a_replica_that_comes_back_counts_once(monkeypatch: pytest.MonkeyPatch) 
                 assert replicas.llm.stats().generation_tokens_total == 2 * LENGTH
             await asyncio.sleep(0.2)  # some heartbeats
             assert replicas.llm.stats().generation_tokens_total == 2 * LENGTH
-            assert not replicas.transport._lost
+            assert not replicas.transport._lost_stats
 
     asyncio.run(asyncio.wait_for(work(), 60))
