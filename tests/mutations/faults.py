@@ -1547,14 +1547,14 @@ FAULTS = (
     ),
     Fault(
         "a recurrent draft model writes its state while it drafts", "drafter", "spec.chain",
-        "ChainDrafter.on",
+        "ChainDrafter.next_step",
         "replace($step, shape=$shape, logit_rows=slice(None), flush=NEVER_FLUSH, **vars($tensors))",
         "replace($step, shape=$shape, logit_rows=slice(None), **vars($tensors))",
         OF_RECURRENT_DRAFTS,
     ),
     Fault(
         "a draft's step takes states as they were before the step", "drafter", "spec.chain",
-        "ChainDrafter.on",
+        "ChainDrafter.next_step",
         "replace($step, shape=$shape, logit_rows=slice(None), flush=NEVER_FLUSH, **vars($tensors))",
         "replace($step, shape=$shape, logit_rows=slice(None), flush=NEVER_FLUSH, **vars($tensors) "
         "| "
@@ -1576,7 +1576,7 @@ FAULTS = (
     ),
     Fault(
         "a draft model keeps nothing of a verified step", "drafter", "spec.draft_model",
-        "DraftModelDrafter.first",
+        "DraftModelDrafter.first_states",
         "self.write_cache($step, $after, $state)",
         "",
         OF_DRAFT_MODEL,
