@@ -15,13 +15,16 @@ PR_SET_PDEATHSIG = 1
 
 @contextlib.contextmanager
 def blocked_signals() -> Iterator[None]:
-    """Block signals in child processes started inside, until these call ignore_signals()."""
-    resource_tracker.ensure_running()  # multiprocessing starts it first, and unblocks them then
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+    """Block the signals in child processes that start in the context.
+
+    A child unblocks them by ignore_signals().
+    """
+    resource_tracker.ensure_running()  # multiprocessing would start it later, and unblock them then
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def end_with_parent() -> None:

@@ -16,7 +16,7 @@ from lockstep.cli.options import changed_settings, engine_options
 from lockstep.cli.show import note, print_json, warnings_once
 from lockstep.errors import ConfigError
 from lockstep.progress import progress_bar
-from lockstep.settings import check_writable, why_unread
+from lockstep.settings import check_writable, path_fault
 
 if TYPE_CHECKING:
     from lockstep.check.report.report import Report, Tally
@@ -189,7 +189,7 @@ def _write(path: Path, report: "Report") -> None:
         write_page(path, report, ["lockstep", *sys.argv[1:]])
     except OSError as error:
         raise ConfigError(
-            f"--report {path} cannot be written: {why_unread(error)}. Name another file."
+            f"--report {path} cannot be written: {path_fault(error)}. Name another file."
         ) from None
 
 

@@ -145,9 +145,9 @@ def _default(name: str) -> Any:
 def _settings(config: EngineConfig) -> dict[str, Any]:
     """Return the settings that differ from their defaults, as JSON values."""
     changed = {
-        one.name: getattr(config, one.name)
-        for one in fields(config)
-        if one.name not in LEFT_OUT and getattr(config, one.name) != one.default
+        setting.name: getattr(config, setting.name)
+        for setting in fields(config)
+        if setting.name not in LEFT_OUT and getattr(config, setting.name) != setting.default
     }
     if config.model is not None and exists(config.model):
         changed["model"] = str(Path(config.model).absolute())

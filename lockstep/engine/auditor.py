@@ -162,14 +162,14 @@ class Auditor:
         self._pending_bytes = 0
         return self.drop()
 
-    def take(self, touched: list[Request]) -> list[Request]:
+    def take(self, updated: list[Request]) -> list[Request]:
         """Take the requests of a step: compare audits that ended, and queue chosen requests.
 
         Returns the requests that are no audits.
         """
         if not self.share:
-            return touched
-        for request in touched:
+            return updated
+        for request in updated:
             if request.finish_reason is None:
                 continue
             if request.is_audit:
@@ -178,7 +178,7 @@ class Auditor:
                 # A grammar that has accepted tokens keeps up to 10 MB.
                 grammar = None if request.grammar is None else request.grammar.fresh()
                 self._queue(_Audit(replace(request, grammar=grammar)))
-        return [request for request in touched if not request.is_audit]
+        return [request for request in updated if not request.is_audit]
 
     def _queue(self, audit: _Audit) -> None:
         """Queue an audit; drop the oldest ones past the limits."""

@@ -133,11 +133,11 @@ class EngineLoop:
     def _serve(self) -> None:
         while self._take_commands():
             requests = self._auditor.take(self._step())
-            touched = [request for request in requests if self._has_news(request)]
+            updated = [request for request in requests if self._has_news(request)]
             self._emit_blocks()  # whoever reads an answer may rely on its blocks being published
             # Clients of finished requests wait for nothing else, so they are served first.
-            self._emit([one for one in touched if one.finish_reason is not None])
-            self._emit([one for one in touched if one.finish_reason is None])
+            self._emit([request for request in updated if request.finish_reason is not None])
+            self._emit([request for request in updated if request.finish_reason is None])
 
     def _emit_blocks(self) -> None:
         """Deliver the events of cached blocks, if there are any."""
@@ -210,8 +210,7 @@ class EngineLoop:
         self._sent.pop(request_id, None)
 
     def _step(self) -> list[Request]:
-        """Run one iteration and return the requests that it touched; recover after a failed
-        one."""
+        """Run one iteration and return the requests that it updated. Recover where it fails."""
         self._began = time.monotonic()
         try:
             return self.engine.step()

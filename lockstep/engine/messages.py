@@ -189,12 +189,13 @@ class ChangedBlocks:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Report that the process lives. busy_for: seconds since the current step began. The histogram
-    lists of stats start anew with each.
+    """Report that the process lives. stalled_for: seconds since the current step began.
+
+    The histogram lists of stats start anew with each.
     """
 
     stats: Stats
-    busy_for: float
+    stalled_for: float
 
 
 @dataclass(frozen=True)

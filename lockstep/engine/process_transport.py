@@ -170,7 +170,7 @@ class ProcessTransport:
         self._past_stats = Stats()
         self._stats = Stats()
         self._last_report = time.monotonic()
-        self._busy_for = 0.0
+        self._reported_stall = 0.0
         self._stopping = False
         self._has_served = False
         self._is_working = False
@@ -200,7 +200,7 @@ class ProcessTransport:
         if self.restarting:
             return 0.0
         silence = time.monotonic() - self._last_report
-        return self._busy_for + (silence if silence > 2 * HEARTBEAT_SECONDS else 0.0)
+        return self._reported_stall + (silence if silence > 2 * HEARTBEAT_SECONDS else 0.0)
 
     def start(self, receiver: Receiver) -> None:
         """See Transport."""
@@ -304,7 +304,7 @@ class ProcessTransport:
         assert self._receiver is not None
         self._last_report = time.monotonic()
         if isinstance(report, Updates):
-            self._busy_for = 0.0
+            self._reported_stall = 0.0
             self._has_served = self._has_served or any(
                 isinstance(item, TokenUpdate) for _, item in report.updates
             )
@@ -319,7 +319,7 @@ class ProcessTransport:
         elif isinstance(report, Compiled):
             self._receiver.compiled(report.ids)
         elif isinstance(report, Heartbeat):
-            self._busy_for = report.busy_for
+            self._reported_stall = report.stalled_for
             with self._counting:
                 self._stats = report.stats.after(self._stats.only_histograms())
         return report.why if isinstance(report, Ended) else None
@@ -371,7 +371,7 @@ class ProcessTransport:
         except Exception as error:  # of a lack of memory or descriptors, too
             self._child.reap()
             return f"it could not be started again: {error}"
-        self._busy_for = 0.0
+        self._reported_stall = 0.0
         self.restarting = False
         return self._serve()
 

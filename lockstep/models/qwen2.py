@@ -1,7 +1,6 @@
 """Qwen2 and Qwen2.5, dense: grouped-query attention with biases on q, k and v, and SwiGLU.
 
-No norms on queries and keys. Sliding windows, which the files may turn on, are not built. Nothing
-recurs.
+No norms on queries and keys. Sliding windows, which the files may turn on, are not built.
 """
 
 from collections.abc import Iterator
