@@ -62,16 +62,22 @@ def first_difference(served: Request, repeated: Request) -> Mismatch | None:
 
 def size_of(value: object) -> int:
     """Return the estimated bytes of plain data: numbers, texts, and containers and dataclasses of
-    them.
+    them, however deep.
     """
-    size = sys.getsizeof(value)
-    if isinstance(value, list | tuple) and value and isinstance(value[0], int):
-        return size + len(value) * sys.getsizeof(value[0])  # token ids, up to a context of them
-    if isinstance(value, dict):
-        return size + sum(size_of(key) + size_of(one) for key, one in value.items())
-    if isinstance(value, list | tuple | set | frozenset):
-        return size + sum(map(size_of, value))
-    return size + sum(map(size_of, vars(value).values())) if is_dataclass(value) else size
+    size = 0
+    rest = [value]
+    while rest:  # no recursion: a client's JSON schema may be deep
+        one = rest.pop()
+        size += sys.getsizeof(one)
+        if isinstance(one, list | tuple) and one and isinstance(one[0], int):
+            size += len(one) * sys.getsizeof(one[0])  # token ids, up to a context of them
+        elif isinstance(one, dict):
+            rest += (*one.keys(), *one.values())
+        elif isinstance(one, list | tuple | set | frozenset):
+            rest += one
+        elif is_dataclass(one):
+            rest += vars(one).values()
+    return size
 
 
 @dataclass

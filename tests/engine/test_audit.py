@@ -424,6 +424,13 @@ def test_large_parameters_count_as_bytes_of_an_audit(params: dict[str, Any]) -> 
     assert auditor._Audit(large).size - auditor._Audit(small).size >= num_bytes
 
 
+def test_deep_parameters_count_as_bytes_of_an_audit() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"items": deep}
+    assert auditor.size_of(deep) > 5000 * sys.getsizeof({"items": 0})
+
+
 def test_grammars_count_as_bytes_of_an_audit() -> None:
     """A recipe may be as long as a body, and each audit keeps its grammar's first mask."""
     llm = make_engine(None)
