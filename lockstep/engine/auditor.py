@@ -124,12 +124,27 @@ class Auditor:
         self._pending: deque[_Audit] = deque()
         self._pending_bytes = 0
         self._running: _Audit | None = None
-        self.num_records = self._count_records() if share else 0
+        self.num_records = 0
 
     @property
     def num_pending(self) -> int:
         """Return the number of audits that wait or run."""
         return len(self._pending) + (self._running is not None)
+
+    def count_records(self) -> None:
+        """Count the records in the folders, and write their paths to the log. Call it once, before
+        the first audit.
+        """
+        if not self.share:
+            return
+        records = sorted({path for folder in self._folders for path in records_in(folder)})
+        self.num_records = len(records)
+        if records:
+            log.warning(
+                "audit: answers differed before this start: %s. Reproduce: lockstep check --replay "
+                "FILE. Remove a file that was examined.",
+                ", ".join(map(str, records)),
+            )
 
     def begin(self) -> Request | None:
         """Return the request of the audit that runs next; None if no audit waits."""
@@ -219,17 +234,6 @@ class Auditor:
             "audit: the answer of request %s differs at output position %d.%s",
             *(served.id, position, remedy),
         )
-
-    def _count_records(self) -> int:
-        """Return the number of records in the folders, and write their paths to the log."""
-        records = sorted({path for folder in self._folders for path in records_in(folder)})
-        if records:
-            log.warning(
-                "audit: answers differed before this start: %s. Reproduce: lockstep check --replay "
-                "FILE. Remove a file that was examined.",
-                ", ".join(map(str, records)),
-            )
-        return len(records)
 
     def _write(self, served: Request, repeated: Request, what: str) -> str:
         """Write a record to the first folder that takes it; return how to use it."""

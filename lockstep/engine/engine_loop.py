@@ -57,6 +57,7 @@ class EngineLoop:
     ) -> None:
         self.engine = engine
         self._auditor = engine.auditor
+        self._auditor.count_records()
         self._deliver = deliver
         self._deliver_blocks = deliver_blocks
         self._on_idle = on_idle
