@@ -120,10 +120,10 @@ class AuditRecord:
             params["logit_bias"] = {int(k): v for k, v in params["logit_bias"].items()}
         return Request(
             request_id,
-            list(self.prompt_token_ids),
+            list(map(int, self.prompt_token_ids)),
             SamplingParams(**params),
-            eos_token_ids=frozenset(self.eos_token_ids),
-            seed=self.seed,
+            eos_token_ids=frozenset(map(int, self.eos_token_ids)),
+            seed=int(self.seed),
             adapter=self.adapter,
             num_resumed=self.num_resumed,
         )

@@ -130,6 +130,8 @@ def test_full_disk_leaves_no_half_record(tmp_path: Path, monkeypatch: pytest.Mon
         ({"audit": {}}, "the audit is malformed"),
         ({"audit": {"served": {}}}, "the audit is malformed"),
         ({"audit": {"prompt_token_ids": None}}, "the audit is malformed"),
+        ({"audit": {"prompt_token_ids": "abc"}}, "the audit is malformed"),
+        ({"audit": {"seed": None}}, "the audit is malformed"),
     ],
 )
 def test_malformed_files_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -143,6 +145,13 @@ def test_malformed_files_are_refused(change: dict[str, Any], message: str, tmp_p
         change = {"audit": {**vars(whole), **change["audit"]} if change["audit"] else {}}
     path.write_text(json.dumps({**data, **change}))
     with pytest.raises(ConfigError, match=message):
+        read_replay(path)
+
+
+def test_file_that_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "audit.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="cannot be read: maximum recursion depth"):
         read_replay(path)
 
 
