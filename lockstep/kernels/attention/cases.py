@@ -43,6 +43,33 @@ QUANTIZED = (
 rotation blocks of values; pages smaller than a tile."""
 
 
+def page_rows(
+    rows: tuple[Row, ...], page_size: int, min_columns: int, generator: torch.Generator
+) -> tuple[int, list[Tensor], dict[str, Any]]:
+    """Give rows pages in random order.
+
+    Returns: (pages of a cache with the null page, cache slots of each row's tokens, the arguments
+    page_table, cu_seqlens, starts and query_len of an op).
+    """
+    lengths = [start + count for start, count in rows]
+    page_counts = [-(-length // page_size) for length in lengths]
+    free_pages = torch.randperm(sum(page_counts), generator=generator) + 1
+    table = torch.zeros(len(rows), max(*page_counts, min_columns, 1), dtype=torch.int32)
+    slots = []
+    for s, (length, pages) in enumerate(zip(lengths, free_pages.split(page_counts), strict=True)):
+        table[s, : len(pages)] = pages.int()
+        token = torch.arange(length)
+        slots.append(pages[token // page_size] * page_size + token % page_size)
+    counts = torch.tensor([0, *(count for _, count in rows)], dtype=torch.int32)
+    metadata = dict(
+        page_table=table,
+        cu_seqlens=counts.cumsum(0, dtype=torch.int32),
+        starts=torch.tensor([start for start, _ in rows], dtype=torch.int32),
+        query_len=max(count for _, count in rows),
+    )
+    return sum(page_counts) + 1, slots, metadata
+
+
 def paged(
     rows: tuple[Row, ...],
     heads: int,
@@ -60,29 +87,18 @@ def paged(
     page table.
     """
     generator = torch.Generator().manual_seed(seed)
-    lengths = [start + count for start, count in rows]
-    page_counts = [-(-length // page_size) for length in lengths]
-    free_pages = torch.randperm(sum(page_counts), generator=generator) + 1
-    table = torch.zeros(len(rows), max(*page_counts, min_columns, 1), dtype=torch.int32)
-    shape = (sum(page_counts) + 1, page_size, kv_heads, dim)
-    k_cache, v_cache = empty_cache(shape, dtype, format)
-    for s, (length, count) in enumerate(zip(lengths, page_counts, strict=True)):
-        pages = free_pages[:count]
-        free_pages = free_pages[count:]
-        table[s, :count] = pages.int()
-        token = torch.arange(length)
+    num_pages, slots_of_rows, metadata = page_rows(rows, page_size, min_columns, generator)
+    k_cache, v_cache = empty_cache((num_pages, page_size, kv_heads, dim), dtype, format)
+    for slots in slots_of_rows:
         for cache in (k_cache, v_cache):
-            values = torch.randn(length, kv_heads, dim, generator=generator).to(dtype)
-            write_slots(cache, pages[token // page_size] * page_size + token % page_size, values)
-    counts = torch.tensor([0, *(count for _, count in rows)], dtype=torch.int32)
+            values = torch.randn(len(slots), kv_heads, dim, generator=generator).to(dtype)
+            write_slots(cache, slots, values)
+    tokens = sum(count for _, count in rows)
     return dict(
-        q=torch.randn(int(counts.sum()), heads, dim, generator=generator).to(dtype),
+        q=torch.randn(tokens, heads, dim, generator=generator).to(dtype),
         k_cache=k_cache,
         v_cache=v_cache,
-        page_table=table,
-        cu_seqlens=counts.cumsum(0, dtype=torch.int32),
-        starts=torch.tensor([start for start, _ in rows], dtype=torch.int32),
-        query_len=max(count for _, count in rows),
+        **metadata,
         scale=dim**-0.5,
     )
 

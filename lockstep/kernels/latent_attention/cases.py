@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.attention.cases import DECODE, ODD, RAGGED, VERIFY, WIDE, Row
+from lockstep.kernels.attention.cases import DECODE, ODD, RAGGED, VERIFY, WIDE, Row, page_rows
 from lockstep.kernels.formats.kv import KVCache, KVQuantizer, quantizers_of, write_slots
 from lockstep.kernels.formats.kv.cases import LATENT_QUANTIZERS, empty_side
 from lockstep.kernels.rotary.cases import PAGE_SIZE, PAGES, POSITIONS, view_beside_nan
@@ -68,32 +68,19 @@ def paged_latents(
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
-    lengths = [start + count for start, count in rows]
-    page_counts = [-(-length // page_size) for length in lengths]
-    free_pages = torch.randperm(sum(page_counts), generator=generator) + 1
-    table = torch.zeros(len(rows), max(*page_counts, min_columns, 1), dtype=torch.int32)
-    cache_shape = (sum(page_counts) + 1, page_size)
-    latents = empty_side((*cache_shape, latent), dtype, quantizer)
-    ropes = torch.full((*cache_shape, rope), torch.nan, dtype=dtype)
-    for s, (length, count) in enumerate(zip(lengths, page_counts, strict=True)):
-        pages = free_pages[:count]
-        free_pages = free_pages[count:]
-        table[s, :count] = pages.int()
-        token = torch.arange(length)
-        slots = pages[token // page_size] * page_size + token % page_size
-        write_slots(latents, slots, random(length, latent))
-        write_slots(ropes, slots, random(length, rope))
-    counts = torch.tensor([0, *(count for _, count in rows)], dtype=torch.int32)
-    tokens = int(counts.sum())
+    num_pages, slots_of_rows, metadata = page_rows(rows, page_size, min_columns, generator)
+    latents = empty_side((num_pages, page_size, latent), dtype, quantizer)
+    ropes = torch.full((num_pages, page_size, rope), torch.nan, dtype=dtype)
+    for slots in slots_of_rows:
+        write_slots(latents, slots, random(len(slots), latent))
+        write_slots(ropes, slots, random(len(slots), rope))
+    tokens = sum(count for _, count in rows)
     return dict(
         q_latent=random(tokens, heads, latent),
         q_rope=random(tokens, heads, rope),
         latents=latents,
         ropes=ropes,
-        page_table=table,
-        cu_seqlens=counts.cumsum(0, dtype=torch.int32),
-        starts=torch.tensor([start for start, _ in rows], dtype=torch.int32),
-        query_len=max(count for _, count in rows),
+        **metadata,
         scale=(latent + rope) ** -0.5,
     )
 
