@@ -21,7 +21,9 @@ class TokenBuffer:
         self.token_ids += new.token_ids
         self.origins += delta.origins()
         if new.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + list(new.logprobs)
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs += new.logprobs
 
     def clear(self) -> None:
         """Remove all tokens. The lists are replaced, since a response may refer to them."""
@@ -32,9 +34,9 @@ class TokenBuffer:
 
 @dataclass
 class CompletionAccumulator(TokenBuffer):
-    """Tokens, text and end of one completion."""
+    """Tokens, text and end of one completion. texts: the new text of each delta."""
 
-    text: str = ""
+    texts: list[str] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -43,10 +45,15 @@ class CompletionAccumulator(TokenBuffer):
         """Append a delta."""
         super().add(delta)
         new = delta.update
-        self.text += new.delta
+        self.texts.append(new.delta)
         self.finish_reason = new.finish_reason
         self.stop_reason = new.stop_reason
         self.error = delta.error
+
+    @property
+    def text(self) -> str:
+        """Return the text so far."""
+        return "".join(self.texts)
 
 
 class RequestAccumulator:
