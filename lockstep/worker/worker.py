@@ -217,13 +217,13 @@ class Worker:
         """Swap rows out and in, admit rows and grant pages, in this order."""
         table = self.table
         for swap in schedule.swap_out:
-            cache = (swap.pages, swap.state_slot)
-            host = rows.save_row(table, swap.row, *cache, self.transfers)
+            host = rows.save_row(table, swap.row, swap.pages, swap.state_slot, self.transfers)
             self.saved[swap.request_id] = SavedRow(self.specs[swap.row], host)
         for swap in schedule.swap_in:
             saved = self.saved.pop(swap.request_id)
-            cache = (swap.pages, swap.state_slot)
-            rows.restore_row(table, swap.row, saved.host, *cache, self.transfers)
+            rows.restore_row(
+                table, swap.row, saved.host, swap.pages, swap.state_slot, self.transfers
+            )
             self.specs[swap.row] = saved.spec
         for admission in schedule.admissions:
             rows.write_row(table, admission.row, admission.spec, admission.start)
