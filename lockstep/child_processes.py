@@ -1,12 +1,16 @@
-"""Signals of child processes: only the first process of a group reacts to them."""
+"""Ends and signals of child processes: only the first process of a group reacts to signals."""
 
 import contextlib
+import ctypes
 import signal
+import sys
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 
 IGNORED_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 """Signals that terminals and supervisors send to a whole process group."""
+PR_SET_PDEATHSIG = 1
+"""Number of the option in linux/prctl.h."""
 
 
 @contextlib.contextmanager
@@ -21,6 +25,12 @@ def blocked_signals() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def end_with_parent() -> None:
+    """Make Linux kill this process when the thread that started it ends, for whatever reason."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def ignore_signals() -> None:

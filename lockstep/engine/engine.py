@@ -274,6 +274,7 @@ class Engine:
         stats.audit_differences_total = self.auditor.num_differences
         stats.audits_dropped_total = self.auditor.num_dropped
         stats.num_audits_pending = self.auditor.num_pending
+        stats.num_audit_records = self.auditor.num_records
         stats.drafts_total = scheduler.drafts_total
         stats.accepted_at = tuple(scheduler.accepted_at)
         return stats

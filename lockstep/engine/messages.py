@@ -138,6 +138,11 @@ class Began:
 
 
 @dataclass(frozen=True)
+class Idle:
+    """Report that the engine has nothing to do: it waits for commands."""
+
+
+@dataclass(frozen=True)
 class Compiled:
     """Report that the grammars of requests are compiled: the requests wait for rows again."""
 
@@ -200,4 +205,15 @@ class Ended:
     why: str
 
 
-Report = Progress | Failed | Ready | Began | Compiled | Updates | ChangedBlocks | Heartbeat | Ended
+Report = (
+    Progress
+    | Failed
+    | Ready
+    | Began
+    | Idle
+    | Compiled
+    | Updates
+    | ChangedBlocks
+    | Heartbeat
+    | Ended
+)

@@ -30,6 +30,7 @@ from lockstep.engine.messages import (
     Ended,
     Failed,
     Heartbeat,
+    Idle,
     Progress,
     Ready,
     Report,
@@ -48,7 +49,7 @@ log = logging.getLogger("lockstep.engine")
 MAX_RESTARTS = 3
 RESTART_WINDOW = 600.0
 """Seconds in which MAX_RESTARTS restarts may happen of engines that were lost before any update,
-or without an open request. A restart does not cure a fault that repeats sooner.
+or while they had nothing to do. A restart does not cure a fault that repeats sooner.
 """
 STOP_SECONDS = 30.0
 """Seconds that stop() waits for the current step before it kills the process."""
@@ -172,6 +173,7 @@ class ProcessTransport:
         self._reported_stall = 0.0
         self._stopping = False
         self._has_served = False
+        self._is_working = False
         self._restart_times: deque[float] = deque(maxlen=MAX_RESTARTS)
         self._failed_requests = 0
         self._receiver: Receiver | None = None
@@ -256,7 +258,18 @@ class ProcessTransport:
         raise EngineDeadError(f"the engine did not start: {self._child.reap()}.")
 
     def _supervise(self) -> None:
-        """Serve with one engine after the other."""
+        """Serve until no engine follows, and end the requests."""
+        assert self._receiver is not None
+        try:
+            fault = self._serve_with_restarts()
+        except BaseException:  # else all requests would wait for ever
+            log.exception("the engine's reports cannot be handled")
+            fault = "its reports could not be handled"
+            self._child.reap()
+        self._receiver.ended(SHUT_DOWN if self._stopping else fault, not self._stopping)
+
+    def _serve_with_restarts(self) -> str:
+        """Serve with one engine after the other; return how the last one ended."""
         assert self._receiver is not None
         fault = self._serve()
         while not self._stopping:
@@ -266,7 +279,7 @@ class ProcessTransport:
                 break
             log.error("the engine process ended (%s); restarting it", fault)
             fault = self._restart(loss)
-        self._receiver.ended(SHUT_DOWN if self._stopping else fault, not self._stopping)
+        return fault
 
     def _serve(self) -> str:
         """Deliver an engine's reports until it stops or is lost, and return the reason."""
@@ -299,7 +312,10 @@ class ProcessTransport:
         elif isinstance(report, ChangedBlocks):
             self._receiver.blocks(report.events)
         elif isinstance(report, Began):
+            self._is_working = True
             self._receiver.begun(report.ids)
+        elif isinstance(report, Idle):
+            self._is_working = False
         elif isinstance(report, Compiled):
             self._receiver.compiled(report.ids)
         elif isinstance(report, Heartbeat):
@@ -311,10 +327,11 @@ class ProcessTransport:
     def _may_restart(self, loss: Loss) -> bool:
         """Return whether an engine may follow the lost one; count the restart if it must.
 
-        Where the lost engine had updates for requests that go on, its successor continues a work
-        that gets done. A loss that ends a request is explained by it, with those before it.
+        Where the lost engine had updates for requests, and requests go on or an audit ran, its
+        successor continues a work that gets done. A loss that ends a request is explained by it,
+        with those before it.
         """
-        if self._has_served and loss.num_open + loss.num_ended:
+        if self._has_served and (self._is_working or loss.num_open or loss.num_ended):
             self._restart_times.clear()
             self._failed_requests = 0
             return True
@@ -347,10 +364,11 @@ class ProcessTransport:
             )
             self._stats = Stats()
         self._has_served = False
-        self._child = _Child(self._make, self._step_seconds)
+        self._is_working = False
         try:
+            self._child = _Child(self._make, self._step_seconds)
             self._until_ready(lambda what, done, of: None)
-        except Exception as error:
+        except Exception as error:  # of a lack of memory or descriptors, too
             self._child.reap()
             return f"it could not be started again: {error}"
         self._reported_stall = 0.0

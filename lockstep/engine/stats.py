@@ -32,6 +32,7 @@ class Stats:
     published, and dropped since the publisher's queue was full. audited_requests_total,
     audit_differences_total: ended requests that ran again, and those of them whose answers
     differed. audits_dropped_total: requests that were chosen for an audit and did not run again.
+    num_audit_records: files about differences, those of earlier engines included.
     """
 
     num_running: int = 0
@@ -42,6 +43,7 @@ class Stats:
     host_pages_used: int = 0
     host_pages: int = 0
     num_audits_pending: int = 0
+    num_audit_records: int = 0
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
     draft_tokens_total: int = 0

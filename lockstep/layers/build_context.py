@@ -199,9 +199,10 @@ class BuildContext:
         )
 
     @property
-    def quantizes_embeddings(self) -> bool:
-        """Return whether the checkpoint may have a quantized embedding."""
-        return self.weight_format is not None and self.weight_format.reader_dequantizes
+    def head_loads_embedding(self) -> bool:
+        """Return whether a tied head loads the tensor of an embedding that may be quantized."""
+        may_be_quantized = self.weight_format is not None and self.weight_format.reader_dequantizes
+        return self.device == "cpu" and may_be_quantized
 
     def op(self, op: Op, **traits: Any) -> Callable[..., Any]:
         """Choose the backend of an op for these traits and return its function."""

@@ -118,7 +118,8 @@ class WorkerStartup:
             )
             if not _sizes_are_set(config):
                 self.planned = plan_memory(config, self.limits, make(), group)
-            if group.index == 0:  # all ranks launch the same kernels
+            # All ranks launch the same kernels, and those of a node share Triton's cache.
+            if group.index == config.node_ranks.start:
                 limits = self.limits
                 if self.planned is not None:
                     limits = self.planned.sized(limits, config)

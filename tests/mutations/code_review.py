@@ -156,7 +156,7 @@ FAULTS = (
     # Sampler.
     Fault(
         "a grammar's shortcut leaves out bias and penalties", "sampler",
-        "kernels.sampling.contract", "sample",
+        "kernels.sampling.reference", "sample_by",
         "$words is not None and $row_flags == ALLOWED and _are_allowed($tokens[$s], $words)",
         "$words is not None and not $row_flags & NOISE and _are_allowed($tokens[$s], $words)",
         "tests/kernels/test_sampling.py::test_mask_equals_infinite_bias",

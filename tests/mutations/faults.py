@@ -190,7 +190,7 @@ FAULTS = (
         "$early = $positions[:1].expand(len($positions)) < $state.min_position[$row]",
     ),
     Fault(
-        "high half of a seed dropped", "sampler", SAMPLING, "uniform",
+        "high half of a seed dropped", "sampler", SAMPLING, "position_keys",
         "$of_row = _mix($of_row ^ int($seed) >> 32 & MASK32)",
         "$of_row = _mix($of_row)",
     ),
@@ -385,8 +385,8 @@ FAULTS = (
     ),
     Fault(
         "one noise for a window", "sampler", SAMPLING, "_process",
-        "return $x + gumbel($state.seed[$row], $positions, $noise)",
-        "return $x + gumbel($state.seed[$row], $positions[:1], $noise)",
+        "return $x + _to_gumbel($uniform($state.seed[$row], $positions, $noise))",
+        "return $x + _to_gumbel($uniform($state.seed[$row], $positions[:1], $noise))",
     ),
     Fault(
         "bias of the first row used for all", "sampler", SAMPLING, "_process",
@@ -400,8 +400,7 @@ FAULTS = (
     ),
     Fault(
         "the index of a token among the sampled ids taken for its id",
-        "sampler", "kernels.sampling.contract",
-        "sample",
+        "sampler", SAMPLING, "sample_by",
         "$tokens[$s, $part] = $best if $selected is None else $selected[$best]",
         "$tokens[$s, $part] = $best",
     ),

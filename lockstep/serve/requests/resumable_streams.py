@@ -199,10 +199,11 @@ class ResumableStreams:
         """Return an answer, of this process or of an earlier one; None where there is none."""
         await self._is_restored.wait()
         key = (self.owner(), response_id)
-        async with self._lock:
-            stream = self._streams.get(key)
-            if stream is None:
-                stream = await self._read_again(key, kind)
+        stream = self._streams.get(key)
+        if stream is None:
+            # One after the other, so that two clients of an answer do not both read it.
+            async with self._lock:
+                stream = self._streams.get(key) or await self._read_again(key, kind)
         return stream if stream is not None and stream.kind == kind else None
 
     async def delete(self, kind: str, response_id: str) -> None:

@@ -17,6 +17,10 @@ _GAUGES = {
     "num_waiting": ("num_requests_waiting", "Requests that wait."),
     "num_swapped": ("num_requests_swapped", "Requests that wait in host memory."),
     "num_audits_pending": ("audits_pending", "Ended requests that will run again."),
+    "num_audit_records": (
+        "audit_records",
+        "Files about audits that found a difference, also before this start; it should stay 0.",
+    ),
 }
 _COUNTERS = {
     "prompt_tokens_total": ("prompt_tokens", "Prompt tokens received."),
