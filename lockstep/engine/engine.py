@@ -202,8 +202,13 @@ class Engine:
         self._failures = self._failed_requests = 0
         with self._counting:
             if results.decode_ms is not None:
-                kind = (len(schedule.decode), schedule.num_drafts, self.scheduler.context(schedule))
-                self.stats.observe("decode_steps", DecodeStep(results.decode_ms / 1e3, *kind))
+                step = DecodeStep(
+                    seconds=results.decode_ms / 1e3,
+                    rows=len(schedule.decode),
+                    drafts=schedule.num_drafts,
+                    context=self.scheduler.num_cached_tokens(schedule),
+                )
+                self.stats.observe("decode_steps", step)
             is_audit = self.scheduler.is_auditing
             updated = self.scheduler.update(schedule, results)
             if not is_audit:

@@ -134,7 +134,7 @@ class EngineLoop:
     def _serve(self) -> None:
         while self._take_commands():
             requests = self._auditor.take(self._step())
-            updated = [request for request in requests if self._has_news(request)]
+            updated = [request for request in requests if self._has_update(request)]
             self._emit_blocks()  # whoever reads an answer may rely on its blocks being published
             # Clients of finished requests wait for nothing else, so they are served first.
             self._emit([request for request in updated if request.finish_reason is not None])
@@ -234,7 +234,7 @@ class EngineLoop:
         if ended:
             self._deliver([(request.id, ComputeError(request.error)) for request in ended])
 
-    def _has_news(self, request: Request) -> bool:
+    def _has_update(self, request: Request) -> bool:
         """Return whether a request has tokens that were not sent, or has ended."""
         is_new = len(request.output_token_ids) > self._sent[request.id]
         return is_new or request.finish_reason is not None

@@ -322,7 +322,7 @@ class Scheduler:
         schedule.evicted, schedule.fetched = self.cache.end_schedule()
         return schedule
 
-    def context(self, schedule: Schedule) -> int:
+    def num_cached_tokens(self, schedule: Schedule) -> int:
         """Return the cached tokens of all rows of a decode step. Call before update()."""
         rows = self.launched.get(schedule.tick, {})
         return sum(rows[row].request.num_tokens - 1 for row in schedule.decode)

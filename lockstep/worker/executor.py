@@ -124,13 +124,13 @@ class InProcessExecutor:
         self._num_schedules += 1
         self.peers.send(Execute(self._num_schedules, schedule))
         with self._step():
-            steps = self.worker.launch(schedule, self._sharing(fill_masks))
+            steps = self.worker.launch(schedule, self._broadcasting(fill_masks))
         if self._audits and self._num_schedules % AUDIT_EVERY == 0:
             self.collective_rpc(compare_ranks)
         return LaunchedSchedule(self.worker, steps, self.peers, self._num_schedules)
 
-    def _sharing(self, fill_masks: FillMasks) -> FillMasks:
-        """Return fill_masks so that its answers reach the other ranks too."""
+    def _broadcasting(self, fill_masks: FillMasks) -> FillMasks:
+        """Return a fill_masks that sends its answers to the other ranks too."""
 
         def fill(queries: Sequence[MaskQuery], memory: memoryview) -> frozenset[str]:
             free = fill_masks(queries, memory)

@@ -17,7 +17,7 @@ from lockstep.kernels.step_metadata import step_drafts
 from lockstep.kernels.stream_copies import copy_to_device, copy_to_host
 from lockstep.scheduling.grammar import FillMasks, MaskQuery
 from lockstep.scheduling.schedule import MaskedRow
-from lockstep.worker.program import nothing
+from lockstep.worker.program import do_nothing
 from lockstep.worker.row_table import RowTable
 from lockstep.worker.rows import remove_masks
 
@@ -56,21 +56,21 @@ class GrammarMasks:
         masked: rows that need masks, by row. query_len: tokens decided per row.
         """
         if not masked:
-            return nothing
+            return do_nothing
         chosen = [StepRow(i, masked[row]) for i, row in enumerate(rows) if row in masked]
         if not chosen:
-            return nothing
+            return do_nothing
         unseen = copy_to_host(self._gather_unseen(chosen, query_len - 1))
         event = torch.cuda.Event() if self.host.is_pinned() else None
         if event is not None:
             event.record()
 
-        def between() -> None:
+        def before_decide() -> None:
             if event is not None:
                 event.synchronize()
             self._upload(chosen, unseen, query_len, fill_masks)
 
-        return between
+        return before_decide
 
     def _gather_unseen(self, chosen: list[StepRow], num_drafts: int) -> Tensor:
         """Gather what the grammars have not seen.

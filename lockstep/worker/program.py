@@ -94,8 +94,8 @@ class Program:
         return step, forwarded.hidden, forwarded.logits, verdict
 
 
-def nothing() -> None:
-    """Do nothing between the halves of a step."""
+def do_nothing() -> None:
+    """Do nothing before decide is launched."""
 
 
 class RunStep(NamedTuple):
@@ -104,8 +104,8 @@ class RunStep(NamedTuple):
     forward: Callable[[StepShape], Forwarded]
     decide: Callable[[Forwarded], Outcome]
 
-    def __call__(self, shape: StepShape, between: Callable[[], None] = nothing) -> Outcome:
-        """Run a step. between: called after forward is launched and before decide is."""
+    def __call__(self, shape: StepShape, before_decide: Callable[[], None] = do_nothing) -> Outcome:
+        """Run a step. before_decide: called after forward is launched and before decide is."""
         forwarded = self.forward(shape)
-        between()
+        before_decide()
         return self.decide(forwarded)

@@ -103,10 +103,16 @@ class RowTable(RowTensors):
         inputs = self.inputs
         rows = shape.rows
         row_ids = inputs.row_ids[:rows]
-        sources = inputs.state_src[:rows]
-        lengths = inputs.query_lens[:rows] if shape.prompt else None
-        sizes = (shape.tokens, shape.query_len, self.page_size)
-        metadata = vars(self.prepare_op(self, row_ids, lengths, sources, *sizes))
+        tensors = self.prepare_op(
+            self,
+            row_ids,
+            inputs.query_lens[:rows] if shape.prompt else None,
+            inputs.state_src[:rows],
+            shape.tokens,
+            shape.query_len,
+            self.page_size,
+        )
+        metadata = vars(tensors)
         ends = metadata.pop("ends")
         return StepContext(
             shape=shape,

@@ -38,16 +38,18 @@ class Sampler:
         `kernels.sampling`.
         """
         table = self.table
-        arguments = (logits, positions, drafts, row_ids, table.tokens, table.sampling)
-        return self.sample_op(*arguments, ids, allowed, shard)
+        return self.sample_op(
+            logits, positions, drafts, row_ids, table.tokens, table.sampling, ids, allowed, shard
+        )
 
     def sample_target(self, logits: Tensor, step: StepContext) -> Tensor:
         """Sample the target's token at each logit row: this rank's logits [N, n] -> [S, N / S]."""
         rows, width = step.sample_at.shape
         logits = logits.view(rows, width, -1)
         allowed = self.table.allowed[: rows * width].view(rows, width, -1)
-        arguments = (logits, step.sample_at, step.drafts, step.row_ids)
-        return self.sample(*arguments, allowed=allowed, shard=self.shard)
+        return self.sample(
+            logits, step.sample_at, step.drafts, step.row_ids, allowed=allowed, shard=self.shard
+        )
 
 
 def logprobs(logits: Tensor, tokens: list[int], count: int) -> list[dict[int, Logprob]]:

@@ -217,13 +217,13 @@ class Worker:
         """Swap rows out and in, admit rows and grant pages, in this order."""
         table = self.table
         for swap in schedule.swap_out:
-            cache = (swap.pages, swap.state_slot)
-            host = rows.save_row(table, swap.row, *cache, self.transfers)
+            host = rows.save_row(table, swap.row, swap.pages, swap.state_slot, self.transfers)
             self.saved[swap.request_id] = SavedRow(self.specs[swap.row], host)
         for swap in schedule.swap_in:
             saved = self.saved.pop(swap.request_id)
-            cache = (swap.pages, swap.state_slot)
-            rows.restore_row(table, swap.row, saved.host, *cache, self.transfers)
+            rows.restore_row(
+                table, swap.row, saved.host, swap.pages, swap.state_slot, self.transfers
+            )
             self.specs[swap.row] = saved.spec
         for admission in schedule.admissions:
             rows.write_row(table, admission.row, admission.spec, admission.start)
@@ -244,8 +244,8 @@ class Worker:
         specs = [self.specs[row] for row in row_ids]
         timer = StepTimer(self.plan.device)
         query_len = shape.query_len
-        between = self.grammar_masks.begin(row_ids, masked, query_len, fill_masks)
-        _, _, logits, verdict = self._run(specs, shape, between)
+        before_decide = self.grammar_masks.begin(row_ids, masked, query_len, fill_masks)
+        _, _, logits, verdict = self._run(specs, shape, before_decide)
         wanted = [spec.params.logprobs is not None for spec in specs]
         row_logits = self._copy_logits(wanted, logits, query_len)
         launched = [
@@ -277,8 +277,8 @@ class Worker:
         )
         specs = [self.specs[row] for row in row_ids]
         timer = StepTimer(self.plan.device)
-        between = self.grammar_masks.begin(row_ids, masked, 1, fill_masks)
-        _, hidden, logits, verdict = self._run(specs, shape, between)
+        before_decide = self.grammar_masks.begin(row_ids, masked, 1, fill_masks)
+        _, hidden, logits, verdict = self._run(specs, shape, before_decide)
         launched = []
         begin = 0
         pairs = zip(chunks, specs, strict=True)
@@ -299,11 +299,13 @@ class Worker:
         timer.end()
         return LaunchedStep(launched, shape, results, timer)
 
-    def _run(self, specs: list[RowSpec], shape: StepShape, between: Callable[[], None]) -> Outcome:
-        """Run a step of these rows and call the observers. between: see `RunStep`."""
+    def _run(
+        self, specs: list[RowSpec], shape: StepShape, before_decide: Callable[[], None]
+    ) -> Outcome:
+        """Run a step of these rows and call the observers. before_decide: see `RunStep`."""
         for observer in self.observers:
             observer.before_step(specs, shape)
-        outcome = self.run_step(shape, between)
+        outcome = self.run_step(shape, before_decide)
         observed = outcome
         if self.num_logit_observers:
             step, hidden, logits, verdict = outcome

@@ -13,7 +13,7 @@ from lockstep.scheduling.grammar import Wanted
 from lockstep.scheduling.request import NO_TOKEN, Request
 from lockstep.worker.executor import worker_of
 from lockstep.worker.hooks import CheckHooks
-from lockstep.worker.program import nothing
+from lockstep.worker.program import do_nothing
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, make_engine
 from tests.masks import allows
 
@@ -183,11 +183,11 @@ def test_steps_without_grammar_fill_no_masks(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(worker_of(llm.engine).grammar_masks, "begin", watched)
     run(llm, [None, None])
     assert seen
-    assert all(between is nothing for between in seen)
+    assert all(hook is do_nothing for hook in seen)
     seen.clear()
     run(llm, [None, 2])
     assert seen
-    assert not any(between is nothing for between in seen)
+    assert not any(hook is do_nothing for hook in seen)
 
 
 class NeverFreeGrammar(HistoryGrammar):

@@ -238,10 +238,7 @@ def _make_kernel(dtype, size, state_dtype, state_size):
         window, hk, hv, dk, dv, history, conv_len, entries, grid, mixed_stride, z_stride, b_stride,
         a_stride, eps, flush, begin, end,
     ):  # fmt: skip
-        """Step the rows begin .. end: see lockstep.kernels.gated_delta_rule.gated_delta_step.
-
-        committed: 0 for none.
-        """
+        """Step the rows begin .. end as the op gated_delta_step does. committed: 0 for none."""
         columns = -(-dv // LANES) * LANES
         heads = -(-hv // LANES) * LANES
         channels = 2 * hk * dk + hv * dv
@@ -291,8 +288,7 @@ def _make_kernel(dtype, size, state_dtype, state_size):
                 dtype, size, state_dtype, state_size, raw, mixed_stride, convolved, channels,
                 decays, betas, heads, z, z_stride, norm_weight, out, token, eps, length, start,
                 states, state_bytes, memory, conv, slot, conv_len, history, u_history, k_history,
-                decay_history, entries, committed, target, due, grid, hk, hv, dk, dv, columns, u,
-                o,
+                decay_history, entries, committed, target, due, grid, hk, hv, dk, dv, columns, u, o,
             )  # fmt: skip
 
     return gated_delta_step

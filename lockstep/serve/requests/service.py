@@ -184,8 +184,9 @@ class Service:
         Raises RequestError where this server would not accept the request.
         """
         self.check_model(body.model)
-        work = (body, self._parse_saved, body, id_prefix, saved.request)
-        parsed, requests = await self._in_thread(*work)
+        parsed, requests = await self._in_thread(
+            body, self._parse_saved, body, id_prefix, saved.request
+        )
         deadline = saved.request.deadline
         if deadline is not None:
             deadline += asyncio.get_running_loop().time() - time.time()
