@@ -760,12 +760,10 @@ FAULTS = (
         "$rotated = rotation_of($v_cache) is not None",
     ),
     Fault(
-        "a kernel replays one token too few", "mixer", "kernels.gated_delta_rule.numba",
-        "gated_delta_step_numba",
-        "$starts = $starts.int()\n"
-        "$folded = $folded.int()",
-        "$starts = $starts.int()\n"
-        "$folded = torch.minimum($folded.int() + 1, $starts)",
+        "a kernel replays one token too few", "mixer", "kernels.gated_delta_rule.numba_kernels",
+        "_replay",
+        "range($first, $start)",
+        "range($first + 1, $start)",
     ),
     Fault(
         "a norm of a kernel has another eps for several rows", "numerics", "kernels.norm.numba",
