@@ -149,7 +149,7 @@ class CompressedTensors(StoredWeightFormat):
                 "config_groups", settings.raw.get("config_groups"), expected, EDIT_REMEDY
             )
         groups = [group(name, part, self.format) for name, part in parts.items()]
-        self.groups = [one for one in groups if one is not None]
+        self.groups = [group for group in groups if group is not None]
         self.notes = tuple(notes(settings, parts))
         self.other_kv = non_fp8_kv_setting(settings)
 
@@ -157,7 +157,7 @@ class CompressedTensors(StoredWeightFormat):
         entry = self.left_out.find(module)
         if entry is not None:
             return resolve_storage(module, None, f"{SETTINGS_PREFIX}ignore ({entry[1]!r})")
-        matches = [(one.targets.find(module), -index) for index, one in enumerate(self.groups)]
+        matches = [(group.targets.find(module), -index) for index, group in enumerate(self.groups)]
         ranked = [(target, index) for target, index in matches if target is not None]
         groups = f"{SETTINGS_PREFIX}config_groups"
         if not ranked:

@@ -49,7 +49,7 @@ FAULTS = (
         "before one of high priority.",
     ),
     Fault(
-        "salts of one adapter share prefixes", "cache", "cache.groups", "salt_of",
+        "salts of one adapter share prefixes", "cache", "cache.groups", "root_key",
         "return blake2b(bytes.fromhex($adapter) + $salt, person=b'adapter').digest()",
         "return blake2b(bytes.fromhex($adapter), person=b'adapter').digest()",
         f"{OF_SCHEDULER}::test_prefixes_are_shared_within_a_salt_only",
