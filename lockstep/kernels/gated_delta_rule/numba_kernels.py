@@ -228,6 +228,14 @@ def _run_window(
             )  # fmt: skip
 
 
+@inline
+def _folded_after(start, folded, flush, grid, committed, length):
+    """Compute lockstep.kernels.recurrent.history.folded_after of one row. committed: 0 for none."""
+    if committed == 0:
+        return next_folded(start, folded, flush, grid)
+    return next_folded(start + length, folded, 1, grid)
+
+
 def _make_kernel(dtype, size, state_dtype, state_size):
     """Return the kernel of a dtype and a dtype of the state in memory."""
 
@@ -256,12 +264,8 @@ def _make_kernel(dtype, size, state_dtype, state_size):
             slot = load_int(slots, row)
             start = load_int32(starts, row)
             first = load_int32(folded, row)
-            # See lockstep.kernels.recurrent.history.folded_after.
-            length = window
-            target = next_folded(start, first, flush, grid)
-            if committed != 0:
-                length = load_int32(committed, row)
-                target = next_folded(start + length, first, 1, grid)
+            length = window if committed == 0 else load_int32(committed, row)
+            target = _folded_after(start, first, flush, grid, committed, length)
             token = row * window
             memory = recurrent + slot * hv * dk * dv * state_size
             raw = mixed + token * mixed_stride * size
