@@ -27,6 +27,7 @@ OPS_OF_FEATURES = {
         "latent_rope_and_cache",
         "head_linear",
     ),
+    "no engine of this run quantizes activations": ("fp8_linear", "quantize_rows"),
     "tensor_parallel_size is 1": ("exchange", "exchange_add_rms_norm"),
 }
 """Reason against ops that no engine needed, and the ops of each feature."""
