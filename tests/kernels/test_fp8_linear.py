@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.kernels.arguments import place
 from lockstep.kernels.formats.weights import K_BLOCK, Fp8Weight, unpack_codes
 from lockstep.kernels.formats.weights.fp8 import e4m3_values
 from lockstep.kernels.fp8_linear import MIN_SCALE, fp8_linear, quantize_rows
@@ -15,13 +16,13 @@ from tests.kernels.backends import Backend, backends, same_bits
 
 QUANTIZERS = [*backends(op=quantize_rows)]
 PRODUCTS = [*backends(op=fp8_linear)]
-GROUPS = pytest.mark.parametrize("group", [128, 300])
+GROUPS = pytest.mark.parametrize("block_k", [128, 300])
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-def values_of(backend: Backend, x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def values_of(backend: Backend, x: Tensor, block_k: int) -> tuple[Tensor, Tensor]:
     """Quantize x and return (values of the codes [T, K] with padding, scales)."""
-    words, scales = backend.run(quantize_rows, dict(x=x, group=group))
+    words, scales = backend.run(quantize_rows, dict(x=x, block_k=block_k))
     return e4m3_values(unpack_codes(words.cpu(), 8, 4 * words.shape[1])), scales.cpu()
 
 
@@ -33,12 +34,12 @@ def random_weight(n: int, k: int, block_n: int, block_k: int) -> Fp8Weight:
 
 @GROUPS
 @pytest.mark.parametrize("backend", QUANTIZERS)
-def test_codes_are_nearest_to_scaled_values(backend: Backend, group: int) -> None:
+def test_codes_are_nearest_to_scaled_values(backend: Backend, block_k: int) -> None:
     x = torch.randn(5, 300, generator=torch.Generator().manual_seed(1)).to(backend.dtype)
-    values, scales = values_of(backend, x, group)
+    values, scales = values_of(backend, x, block_k)
     every = e4m3_values(torch.arange(256, dtype=torch.uint8))
     every = every[every.isfinite()]
-    columns = torch.arange(300) // group
+    columns = torch.arange(300) // block_k
     scaled = x.float() / scales[:, columns]
     nearest = (scaled[..., None] - every).abs().amin(-1)
     assert torch.equal((scaled - values[:, :300]).abs(), nearest)
@@ -47,21 +48,21 @@ def test_codes_are_nearest_to_scaled_values(backend: Backend, group: int) -> Non
 
 @GROUPS
 @pytest.mark.parametrize("backend", QUANTIZERS)
-def test_scale_maps_largest_magnitude_to_448(backend: Backend, group: int) -> None:
+def test_scale_maps_largest_magnitude_to_448(backend: Backend, block_k: int) -> None:
     """For every mantissa of a bf16 number, so that rounding of the scale overflows no code."""
     amax = torch.arange(0x3F80, 0x4000).to(torch.int16).view(torch.bfloat16)
     x = torch.zeros(len(amax), 300, dtype=backend.dtype)
     x[:, 7] = -amax.to(backend.dtype)
-    values, scales = values_of(backend, x, group)
+    values, scales = values_of(backend, x, block_k)
     assert (values[:, 7] == -448).all() and torch.equal(scales[:, 0], amax.float() / 448)
 
 
 @GROUPS
 @pytest.mark.parametrize("backend", QUANTIZERS)
-def test_zeros_and_subnormal_groups_have_smallest_scale(backend: Backend, group: int) -> None:
+def test_zeros_and_subnormal_groups_have_smallest_scale(backend: Backend, block_k: int) -> None:
     x = torch.zeros(2, 300, dtype=backend.dtype)
     x[1, 3] = 2.0**-24 if backend.dtype == torch.float16 else 2.0**-133
-    values, scales = values_of(backend, x, group)
+    values, scales = values_of(backend, x, block_k)
     assert not values[0].any() and (scales[0] == MIN_SCALE).all()
     if backend.dtype != torch.float16:
         assert scales[1, 0] == MIN_SCALE and values[1, 3] == 2.0**-7
@@ -69,16 +70,16 @@ def test_zeros_and_subnormal_groups_have_smallest_scale(backend: Backend, group:
 
 @GROUPS
 @pytest.mark.parametrize("backend", QUANTIZERS)
-def test_infinity_and_nan_reach_the_product(backend: Backend, group: int) -> None:
+def test_infinity_and_nan_reach_the_product(backend: Backend, block_k: int) -> None:
     """A NaN makes its group NaN, an infinity becomes NaN; other groups and rows do not change."""
     x = torch.ones(4, 300, dtype=backend.dtype)
-    clean, _ = values_of(backend, x, group)
+    clean, _ = values_of(backend, x, block_k)
     x[0, 5] = float("nan")
     x[1, 5] = float("inf")
     x[2, 5] = -float("inf")
-    values, scales = values_of(backend, x, group)
+    values, scales = values_of(backend, x, block_k)
     columns = torch.arange(values.shape[1])
-    in_group = columns < min(group, 300)
+    in_group = columns < min(block_k, 300)
     assert values[0][in_group].isnan().all() and scales[0, 0].isnan()
     for row in (1, 2):
         assert values[row, 5].isnan() and not values[row][in_group & (columns != 5)].any()
@@ -183,3 +184,40 @@ def test_error_of_activations_is_that_of_three_mantissa_bits() -> None:
         exact = x.double() @ weight.dequantize(torch.float32).double().t()
         error = (fp8_linear(x, weight).double() - exact).norm() / exact.norm()
         assert 0.015 < error < 0.035
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_k", [128, 2048])
+@pytest.mark.parametrize("split_k", [1, 4])
+def test_every_tile_gives_the_same_bits(split_k: int, block_k: int) -> None:
+    """Operands of all magnitudes, whose sums round differently in any other order."""
+    from lockstep.kernels.compile_target import compile_target
+    from lockstep.kernels.fp8_linear.triton import LARGE, LARGE_TREE, SMALL, launch
+    from lockstep.kernels.linear.triton import reduce_partials
+
+    generator = torch.Generator().manual_seed(9)
+    codes = torch.randint(0, 256, (512, 2048), generator=generator).to(torch.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0
+    scales = torch.rand(512, 2048 // block_k, generator=generator)
+    weight = place(Fp8Weight.of(codes, scales, 1, block_k), "cuda")
+    spread = 2.0 ** torch.randint(-9, 9, (300, 2048), generator=generator)
+    x = (torch.randn(300, 2048, generator=generator) * spread).bfloat16().cuda()
+    expected = fp8_linear.backends["triton"].run(x, weight, split_k)
+    target = compile_target(x.device)
+    for tile in (*SMALL, LARGE_TREE, *([LARGE] if split_k == 1 else [])):
+        parts = (split_k,) if tile.splits and split_k > 1 else ()
+        dtype = torch.float32 if parts else x.dtype
+        y = torch.empty(*parts, 300, 512, dtype=dtype, device="cuda")
+        launch(x, weight, split_k, tile, target, y)
+        assert same_bits(reduce_partials(y, x.dtype) if parts else y, expected), tile
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_k", [128, 17408])
+def test_long_sums_on_a_gpu_are_near_the_exact_ones(block_k: int) -> None:
+    """A chain over all columns in an accumulator of 14 bits would be off by more than 2^-9."""
+    weight = place(random_weight(256, 17408, 1, block_k), "cuda")
+    x = torch.rand(64, 17408, generator=torch.Generator().manual_seed(10)).bfloat16()
+    y = fp8_linear.backends["triton"].run(x.cuda(), weight, 4, allow_partials=True).sum(0).cpu()
+    exact = fp8_linear(x.float(), random_weight(256, 17408, 1, block_k), 4)
+    assert (y - exact).norm() < 2**-11 * exact.norm()

@@ -24,29 +24,29 @@ NAN_CODE = 0x7F
 
 
 @op
-def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Quantize x [T, K] to e4m3fn, with a scale per row and per group of columns.
+def quantize_rows(x: Tensor, block_k: int) -> tuple[Tensor, Tensor]:
+    """Quantize x [T, K] to e4m3fn, with a scale per row and per block_k columns.
 
-        scale = max(amax / 448, MIN_SCALE)    amax: largest magnitude of the group
+        scale = max(amax / 448, MIN_SCALE)    amax: largest magnitude of these columns
         code  = e4m3(x / scale)               to nearest, ties to even
 
     Both divisions are those of fp32. amax / scale exceeds 448 by at most one unit in the last place
-    of fp32, which rounds to 448. A NaN makes its group NaN. An infinity becomes NaN and makes the
-    other columns of its group zero, so the products of such a row are NaN.
+    of fp32, which rounds to 448. A NaN makes all columns of its scale NaN. An infinity becomes NaN
+    and makes the other columns of its scale zero. So the products of such a row are NaN.
 
     Args:
         x: [T, K], its last stride 1.
-        group: columns that share a scale: a multiple of K_BLOCK, or K or more for one scale per
+        block_k: columns that share a scale: a multiple of K_BLOCK, or K or more for one scale per
             row.
 
-    Returns: (words [T, words_per_row(K, 8)] int32, scales [T, ceil(K / group)] fp32). Codes are in
-        the order of pack_codes, as those of an Fp8Weight, and are 0 past column K.
+    Returns: (words [T, words_per_row(K, 8)] int32, scales [T, ceil(K / block_k)] fp32). Codes are
+        in the order of pack_codes, as those of an Fp8Weight, and are 0 past column K.
     """
     rows, k = x.shape
-    groups = -(-k // group)
-    padded = F.pad(x.float(), (0, groups * group - k)).reshape(rows, groups, group)
+    blocks = -(-k // block_k)
+    padded = F.pad(x.float(), (0, blocks * block_k - k)).reshape(rows, blocks, block_k)
     scales = (padded.abs().amax(2) / MAX_E4M3).clamp(min=MIN_SCALE)
-    scaled = (padded / scales[..., None]).reshape(rows, groups * group)[:, :k]
+    scaled = (padded / scales[..., None]).reshape(rows, blocks * block_k)[:, :k]
     codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
     return pack_codes(codes.where(~scaled.isnan(), NAN_CODE), 8), scales
 
@@ -101,8 +101,8 @@ def fp8_linear(
             # Products are multiples of 2^-18 below 2^18, so sums of 128 of them are exact in fp64.
             d = (x_values[:, columns] @ w_values[:, columns].t()).float()
             if weight.block_k < k:
-                group = begin // weight.block_k
-                d = d * x_scales[:, group, None] * w_scales[:, group]
+                index = begin // weight.block_k
+                d = d * x_scales[:, index, None] * w_scales[:, index]
             partition = partition + d
         if weight.block_k >= k:
             partition = partition * x_scales * w_scales[:, 0]

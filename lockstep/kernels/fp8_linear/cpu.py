@@ -57,8 +57,8 @@ class WideFp8Weight(PrepackedWeight):
         sums = torch.bmm(values.unflatten(1, (-1, K_BLOCK)).transpose(0, 1), self.blocks).float()
         by_block = weight.block_k < weight.k
         if by_block:
-            groups = torch.arange(len(sums)) * K_BLOCK // weight.block_k
-            sums = sums * x_scales.t()[groups, :, None] * self.scales.t()[groups, None]
+            index = torch.arange(len(sums)) * K_BLOCK // weight.block_k
+            sums = sums * x_scales.t()[index, :, None] * self.scales.t()[index, None]
         partials = []
         for part in sums.split(-(-partition_length(weight.k, self.split_k) // K_BLOCK)):
             total = torch.zeros(sums.shape[1:])

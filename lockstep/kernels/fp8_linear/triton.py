@@ -66,12 +66,12 @@ def choose_tile(tokens: int, split_k: int, may_split: bool, target: CompileTarge
 
 
 @quantize_rows.backend("triton", supports=gpu_trait)
-def quantize_rows_triton(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """See lockstep.kernels.fp8_linear.contract.quantize_rows. group is K_BLOCK, or K or more."""
+def quantize_rows_triton(x: Tensor, block_k: int) -> tuple[Tensor, Tensor]:
+    """See lockstep.kernels.fp8_linear.contract.quantize_rows. block_k is K_BLOCK, or K or more."""
     tokens, k = x.shape
-    by_block = group < k
-    assert not by_block or group == K_BLOCK, "checkpoints have blocks of 128 columns"
-    groups = -(-k // group)
+    by_block = block_k < k
+    assert not by_block or block_k == K_BLOCK, "checkpoints have blocks of 128 columns"
+    groups = -(-k // block_k)
     words = torch.empty(tokens, words_per_row(k, 8), dtype=torch.int32, device=x.device)
     scales = torch.empty(tokens, groups, device=x.device)
     codes = words.view(torch.uint8)
