@@ -1,9 +1,9 @@
 """fp8_linear: x W^T with an e4m3 weight and activations that are quantized to e4m3 per token.
 
-This is W8A8, numerics of its own: fp8_linear(x, w) differs from linear(x, w), which rounds no
-activation. A token's scales come from its own columns alone, so its bits depend neither on the
-number of rows nor on its neighbours. On several ranks x is gathered in the model's dtype before it
-is quantized, so every rank computes the same codes.
+This is W8A8. Its numerics differ from those of linear(x, w), which rounds no activation. A token's
+scales come from its own columns alone, so its bits depend neither on the number of rows nor on its
+neighbours. On several ranks x is gathered in the model's dtype before it is quantized, so every
+rank computes the same codes.
 """
 
 import torch
@@ -66,7 +66,7 @@ def fp8_linear(
 ) -> Tensor:
     """Compute x W^T [T, N] of x's dtype, where x is quantized by quantize_rows.
 
-    Activations have as many scales per row as the weight: one, or one per weight.block_k columns.
+    Activations have one scale per row, or one per weight.block_k columns, like the weight.
 
         block of 128 columns: d = sum of code * code, on a CPU exact and rounded once to fp32
         a scale per row:      partition = ((d0 + d1) + d2 ...) * x_scale * w_scale

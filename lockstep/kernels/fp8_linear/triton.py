@@ -1,7 +1,7 @@
 """quantize_rows and fp8_linear in Triton.
 
-Quantizing rows is a launch of its own: with one scale per row a prologue of the product would read
-the whole row in every CTA before its first product. See docs/kernels/fp8_linear.md.
+Rows are quantized by a separate launch: with one scale per row, a prologue of the product would
+read the whole row in every CTA before its first product. See docs/kernels/fp8_linear.md.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ ROW_BLOCKS = 32
 """Blocks of 128 columns of a row that a CTA loads at once, with one scale per row."""
 ROW_WARPS = 8
 SCALED_BLOCKS = 8
-"""Blocks of 128 columns per CTA, each with a scale of its own."""
+"""Blocks of 128 columns per CTA, with a scale per block."""
 SCALED_WARPS = 4
 
 
@@ -33,7 +33,8 @@ SCALED_WARPS = 4
 class Fp8Tile:
     """Tile of a launch: m tokens, n outputs. It changes no bit on one GPU.
 
-    splits: each split-K partition has a CTA of its own, and a second pass adds them.
+    splits: a CTA computes one split-K partition, and a second pass adds the partitions. Otherwise
+    it computes all of them.
     """
 
     m: int
