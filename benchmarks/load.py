@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import LLM, SamplingParams
-from lockstep.bench.measurement import percentile, start_server
+from lockstep.bench.measurement import children_of, cpu_seconds, percentile, start_server
 
 HEALTH_MS = 100.0
 """Limit of the latency of /health."""
@@ -642,12 +642,6 @@ class ServerProcess:
                     seconds_by_id[entry["request_id"]] = seconds
         return seconds_by_id
 
-    def cpu_seconds(self) -> float:
-        """Return the CPU time of the server's process without that of its engine."""
-        text = Path(f"/proc/{self.process.pid}/stat").read_text()
-        ticks = text.rpartition(")")[2].split()[11:13]
-        return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
-
     def stop(self) -> int:
         """Terminate the server as a supervisor does; return its exit status."""
         self.process.terminate()
@@ -659,11 +653,9 @@ class ServerProcess:
 
 def _engine_of(pid: int) -> int:
     """Return the process id of the server's engine."""
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    children = [child for thread in threads for child in (thread / "children").read_text().split()]
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children_of(pid)}
     (engine,) = [pid for pid, command in commands.items() if b"spawn_main" in command]
-    return int(engine)
+    return engine
 
 
 def _metric(text: str, name: str) -> float:
@@ -789,7 +781,7 @@ def measure(args: argparse.Namespace, show: Callable[[str, int, int], None]) -> 
             show("beyond the engine", 0, 1)
             overheads = overhead(served)
             before = served.settled(served.left())
-            used = served.cpu_seconds()
+            used = cpu_seconds(served.process.pid)
             began = time.monotonic()
             with health_watched(served.path, health):
                 outcomes, memories = run_load(
@@ -799,7 +791,7 @@ def measure(args: argparse.Namespace, show: Callable[[str, int, int], None]) -> 
                     lambda done: show("load", done, max(done, args.requests)),
                 )
                 seconds = time.monotonic() - began
-            used = served.cpu_seconds() - used
+            used = cpu_seconds(served.process.pid) - used
             after = served.settled(before)
         finally:
             status = served.stop()

@@ -26,7 +26,7 @@ from typing import Any
 
 import httpx
 
-from lockstep.bench.measurement import print_json
+from lockstep.bench.measurement import children_of, cpu_seconds, print_json
 
 OPTIONS = ["--max-model-len", "1024", "--max-num-seqs", "16", "--speculative-config", "none"]
 PATIENCE = 600.0
@@ -42,22 +42,11 @@ PAUSED_ITEMS = 100
 """Items of a stream whose latency is measured."""
 PAUSE_SECONDS = 0.02
 """Seconds before each of them, so that none waits for another."""
-TICKS = os.sysconf("SC_CLK_TCK")
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU time that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
 
 
 def descendants(pid: int) -> list[int]:
     """Return a process and all that it has started."""
-    result = [pid]
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            result += descendants(int(child))
-    return result
+    return [pid, *(one for child in children_of(pid) for one in descendants(child))]
 
 
 def memory_mib(pid: int) -> float:

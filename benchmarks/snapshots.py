@@ -28,7 +28,7 @@ from lockstep.scheduling.schedule import Results, RowResult
 from lockstep.scheduling.scheduler import Scheduler
 from lockstep.worker import memory
 from lockstep.worker.build import step_limits
-from lockstep.worker.memory_planner import Planner, Typed
+from lockstep.worker.memory_planner import Planner, UserSizes
 
 COMMON_PREFIX = 2000
 """Tokens that all prompts share at the beginning."""
@@ -75,11 +75,11 @@ def main() -> None:
     model = sketch(args.folder, torch.bfloat16, None).model
     cost = memory.cache_bytes(memory.mixers(model, None))
     limits = step_limits(config, Checkpoint.read(args.folder), "cpu", None)
-    typed = Typed(args.rows, args.chunk, config.num_snapshots)
-    planner = Planner(typed, cost, limits.row_columns)
+    user_sizes = UserSizes(args.rows, args.chunk, config.num_snapshots)
+    planner = Planner(user_sizes, cost, limits.row_columns)
     entry = planner.ladder()[0]
-    free_bytes = -planner.lacking(entry, int(args.gib * 2**30))
-    size = memory.CacheSize(*planner.fill(entry, free_bytes))
+    free_bytes = -planner.missing_bytes(entry, int(args.gib * 2**30))
+    size = memory.CacheSize(*planner.fill_cache(entry, free_bytes))
     print_json({"page_mib": cost.page / MIB, "slot_mib": cost.slot / MIB, **vars(size)})
     for trace in (conversations, documents, instructions):
         for every in args.every:

@@ -33,7 +33,7 @@ from lockstep.engine_builder import build_engine
 from lockstep.step import PAGE_SIZE, StepShape
 from lockstep.worker.executor import executor_of
 from lockstep.worker.rank_times import gather_times
-from lockstep.worker.rows import write_place
+from lockstep.worker.rows import write_pages_and_slot
 from lockstep.worker.step_timer import StepTimer
 from lockstep.worker.worker import Worker
 
@@ -155,7 +155,7 @@ def set_rows(worker: Worker, rows: int, computed: int, pages: int) -> None:
         table.folded[row] = computed
         first = 1 + (row - 1) * pages
         page_ids = list(range(first, first + pages))
-        write_place(table, row, page_ids, row if worker.state else 0)
+        write_pages_and_slot(table, row, page_ids, row if worker.state else 0)
 
 
 def timed(worker: Worker, shape: StepShape, warm: int, times: int) -> float:

@@ -282,8 +282,8 @@ class AsyncLLM:
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort requests; the last output then has finish_reason "abort". Unknown ids pass."""
-        for one in [request_id] if isinstance(request_id, str) else request_id:
-            group = self._groups.get(one)
+        for name in [request_id] if isinstance(request_id, str) else request_id:
+            group = self._groups.get(name)
             for request in group.requests if group is not None else ():
                 self._client.abort(request.id)
 

@@ -1,23 +1,36 @@
-"""Signals of child processes: only the first process of a group reacts to them."""
+"""Ends and signals of child processes: only the first process of a group reacts to signals."""
 
 import contextlib
+import ctypes
 import signal
+import sys
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 
 IGNORED_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 """Signals that terminals and supervisors send to a whole process group."""
+PR_SET_PDEATHSIG = 1
+"""Number of the option in linux/prctl.h."""
 
 
 @contextlib.contextmanager
 def blocked_signals() -> Iterator[None]:
-    """Block signals in child processes started inside, until these call ignore_signals()."""
-    resource_tracker.ensure_running()  # multiprocessing starts it first, and unblocks them then
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+    """Block the signals in child processes that start in the context.
+
+    A child unblocks them by ignore_signals().
+    """
+    resource_tracker.ensure_running()  # multiprocessing would start it later, and unblock them then
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def end_with_parent() -> None:
+    """Make Linux kill this process when the thread that started it ends, for whatever reason."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def ignore_signals() -> None:

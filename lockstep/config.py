@@ -73,7 +73,7 @@ def adapter_paths(value: Any) -> Any:
         value = [value]
     if not isinstance(value, list | tuple):
         return value
-    pairs = [_adapter_path(one) for one in value]
+    pairs = [_adapter_path(entry) for entry in value]
     paths = dict(pair for pair in pairs if pair is not None)
     return paths if len(paths) == len(pairs) else value
 
@@ -103,7 +103,7 @@ def backends_by_op(value: Any) -> Any:
         value = [part.strip() for part in value.split(",")]
     if not isinstance(value, list | tuple):
         return value
-    pairs = [one.partition("=") for one in value if isinstance(one, str)]
+    pairs = [entry.partition("=") for entry in value if isinstance(entry, str)]
     backends = {op: backend for op, equals, backend in pairs if equals}
     return backends if len(backends) == len(value) else value
 

@@ -46,7 +46,7 @@ class EngineArgs:
         if settings.get("tokenizer") in (None, self.model):
             settings.pop("tokenizer", None)
         values = keyword_values(settings)
-        names = [one.name for one in fields(TextSettings) if one.name in values]
+        names = [field.name for field in fields(TextSettings) if field.name in values]
         text = TextSettings(**{name: values.pop(name) for name in names})
         chosen = {DRAFTING: AUTO, "hf_overrides": None, **values, "model": self.model}
         return EngineConfig.read(**resolve_auto_drafter(chosen)), text
@@ -76,7 +76,7 @@ def keyword_values(keywords: Mapping[str, Any]) -> dict[str, Any]:
     None counts as left out; for speculative_config it means no drafts. A flag without effect here
     is a warning. Raises ConfigError for a refused flag, a server flag, and an unknown keyword.
     """
-    known = [one.name for cls in (EngineConfig, TextSettings) for one in fields(cls)]
+    known = [field.name for cls in (EngineConfig, TextSettings) for field in fields(cls)]
     flags = {flag.name.replace("-", "_"): flag for flag in all_flags()}
     setter = FlagSetter((), _warn)
     for name, value in keywords.items():

@@ -225,7 +225,7 @@ class LLM:
         Raises what generate() does.
         """
         check_keywords(others, SCORE, CALL)
-        answers_ids = [answer_ids(self.processor, one) for one in answer_list(answers)]
+        answers_ids = [answer_ids(self.processor, answer) for answer in answer_list(answers)]
         prompt_list = _as_list(prompts)
         if len(prompt_list) == 1:
             prompt_list *= len(answers_ids)
@@ -237,7 +237,8 @@ class LLM:
             )
         params = self._params(sampling_params, len(prompt_list), lambda: GREEDY)
         params = [
-            score_params(one, ids, logprobs) for one, ids in zip(params, answers_ids, strict=True)
+            score_params(request_params, ids, logprobs)
+            for request_params, ids in zip(params, answers_ids, strict=True)
         ]
         with naming_answers():
             outputs = self._answer(
@@ -331,13 +332,13 @@ class LLM:
             lambda: processor.bounded_params({"max_tokens": None}),
         )
         rendered = [processor.conversation(m, tools=tools, **variables) for m in conversations]
-        for one in params:
-            one.structured_outputs = processor.form(
-                one.structured_outputs, tools, tool_choice, parallel_tool_calls
+        for request_params in params:
+            request_params.structured_outputs = processor.form(
+                request_params.structured_outputs, tools, tool_choice, parallel_tool_calls
             )
         readers = [
-            ReplyReader(processor, prompt, tools, one, parallel_tool_calls)
-            for prompt, one in zip(rendered, params, strict=True)
+            ReplyReader(processor, prompt, tools, request_params, parallel_tool_calls)
+            for prompt, request_params in zip(rendered, params, strict=True)
         ]
         shown_ids = processor.marker_ids(tools)
         return self._answer(
@@ -410,7 +411,7 @@ class LLM:
         """Return the sampling parameters of each prompt, checked and copied."""
         chosen = default() if params_or_list is None else params_or_list
         params = _per_prompt("sampling_params", chosen, count, SamplingParams, "SamplingParams")
-        return [one.clone() for one in params]
+        return [request_params.clone() for request_params in params]
 
     def _variables(
         self, chat_template_kwargs: Any, add_prompt: bool, continues: bool

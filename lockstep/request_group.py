@@ -114,7 +114,9 @@ class RequestGroup:
 
     def snapshot(self) -> RequestOutput:
         """Return a copy of the output."""
-        return replace(self.output, outputs=[_copy(one) for one in self.output.outputs])
+        return replace(
+            self.output, outputs=[_copy(completion) for completion in self.output.outputs]
+        )
 
     def delta(self, updates: Mapping[int, Sequence[TextUpdate]]) -> RequestOutput:
         """Return an output of these updates only, by the completions' indices."""

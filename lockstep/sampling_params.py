@@ -276,15 +276,16 @@ class SamplingParams:
     def to_json(self) -> dict[str, Any]:
         """Return all fields but output_kind as JSON values."""
         values = {name: getattr(self, name) for name in self.names() if name != "output_kind"}
-        form = self.structured_outputs
-        return {**values, "structured_outputs": None if form is None else form.to_json()}
+        structure = self.structured_outputs
+        return {**values, "structured_outputs": None if structure is None else structure.to_json()}
 
     def _check_range(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)
-        if value is None and type(self).__dataclass_fields__[name].default in (None, 16):
+        default = type(self).__dataclass_fields__[name].default
+        # max_tokens has a default, and None means that only the context limits the answer.
+        if value is None and (default is None or name == "max_tokens"):
             return
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        default = type(self).__dataclass_fields__[name].default
         fits_type = isinstance(default, float) or isinstance(value, int)
         if not (is_number and fits_type and low <= value <= high):
             kind = "a number" if isinstance(low, float) else "a whole number"
@@ -377,14 +378,13 @@ class SamplingParams:
     def _check_structure(self) -> None:
         """Convert a dict to StructuredOutputsParams; refuse options that conflict with the
         grammar's end."""
-        wanted = self.structured_outputs
-        if isinstance(wanted, Mapping):
-            chosen = StructuredOutputsParams.read(wanted)
-            object.__setattr__(self, "structured_outputs", chosen)
-        elif wanted is not None and not isinstance(wanted, StructuredOutputsParams):
-            raise self._refusal("structured_outputs", "StructuredOutputsParams")
-        if wanted is None:
+        structure = self.structured_outputs
+        if structure is None:
             return
+        if isinstance(structure, Mapping):
+            self.structured_outputs = StructuredOutputsParams.read(structure)
+        elif not isinstance(structure, StructuredOutputsParams):
+            raise self._refusal("structured_outputs", "StructuredOutputsParams")
         for name in ("ignore_eos", "min_tokens"):
             if getattr(self, name):
                 raise RequestError(

@@ -26,7 +26,7 @@ MAX_CHARACTERS = 1 << 20
 """Maximum characters of a file that a setting names."""
 
 
-def read_named(path: str | Path, limit: int = MAX_CHARACTERS) -> str:
+def read_text_file(path: str | Path, limit: int = MAX_CHARACTERS) -> str:
     """Return the text of a file that a setting names.
 
     Raises: OSError if it cannot be read, ValueError if it is not UTF-8 or too long.
@@ -38,8 +38,8 @@ def read_named(path: str | Path, limit: int = MAX_CHARACTERS) -> str:
     return text
 
 
-def why_unread(error: Exception) -> str:
-    """Return the reason why a path cannot be read, without the path, which may be long.
+def path_fault(error: Exception) -> str:
+    """Return why a path cannot be read or written, without the path itself, which may be long.
 
     Missing permissions are distinguished from a missing path.
     """
@@ -101,7 +101,7 @@ def check_writable(name: str, path: Path) -> None:
         # Opening for append neither truncates nor changes an existing file.
         path.open("ab").close()
     except OSError as error:
-        allowed = f"a file that can be written ({why_unread(error)})"
+        allowed = f"a file that can be written ({path_fault(error)})"
         error_at_name = choice_error(ConfigError, name, str(path), allowed, "Name another file.")
         raise error_at_name from None
     if not existed:
@@ -138,18 +138,18 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for the first field whose value is not allowed."""
-        for one in fields(self):
-            value = getattr(self, one.name)
-            adapter = self.adapter(one.name)
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            adapter = self.adapter(entry.name)
             try:
                 checked = adapter.validate_python(value)
             except (ValidationError, OverflowError, UnicodeError):
                 # The JSON schema has the bounds of the type, so that they are declared once.
-                allowed = allowed_by(one) or describe(adapter.json_schema())
-                remedy = one.metadata["remedy"]
-                name = f"{self.within}{one.name}"
+                allowed = allowed_by(entry) or describe(adapter.json_schema())
+                remedy = entry.metadata["remedy"]
+                name = f"{self.within}{entry.name}"
                 raise choice_error(ConfigError, name, value, allowed, remedy) from None
-            object.__setattr__(self, one.name, checked)
+            object.__setattr__(self, entry.name, checked)
 
     def adapter(self, name: str) -> TypeAdapter[Any]:
         """Return the validator of a field. Override it if bounds depend on preceding fields."""
@@ -164,7 +164,7 @@ def adapters(cls: type[Settings]) -> Mapping[str, TypeAdapter[Any]]:
 @cache
 def _adapters_of(cls: Any) -> Mapping[str, TypeAdapter[Any]]:
     hints = get_type_hints(cls, include_extras=True)
-    return {one.name: strict_adapter(hints[one.name]) for one in fields(cls)}
+    return {entry.name: strict_adapter(hints[entry.name]) for entry in fields(cls)}
 
 
 def strict_adapter(hint: Any) -> TypeAdapter[Any]:
@@ -174,7 +174,7 @@ def strict_adapter(hint: Any) -> TypeAdapter[Any]:
 
 def check_names(cls: type[Settings], names: Mapping[str, Any], what: str, remedy: str) -> None:
     """Raise ConfigError for the first name that is not a setting."""
-    known_names = [one.name for one in fields(cls)]
+    known_names = [entry.name for entry in fields(cls)]
     for name in names:
         if name not in known_names:
             matches = get_close_matches(name, known_names, n=1)
@@ -185,7 +185,7 @@ def check_names(cls: type[Settings], names: Mapping[str, Any], what: str, remedy
 def describe(schema: Mapping[str, Any]) -> str:
     """Return the values that a JSON schema allows, in words."""
     if "anyOf" in schema:
-        kinds = [describe(one) for one in schema["anyOf"] if one.get("type") != "null"]
+        kinds = [describe(part) for part in schema["anyOf"] if part.get("type") != "null"]
         return ", ".join(kinds)
     if "const" in schema or "enum" in schema:
         return ", ".join(map(str, schema.get("enum") or [schema["const"]]))
@@ -197,7 +197,7 @@ def describe(schema: Mapping[str, Any]) -> str:
     return f"{kind} from {schema['minimum']} to {schema['maximum']}"
 
 
-def allowed_by(one: Field[Any]) -> str | None:
+def allowed_by(entry: Field[Any]) -> str | None:
     """Return what the field's declaration says is allowed; None if its type's bounds say it."""
-    declared = one.metadata["allowed"]
+    declared = entry.metadata["allowed"]
     return declared() if callable(declared) else declared

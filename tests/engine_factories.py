@@ -59,6 +59,22 @@ def faulty(settings: dict[str, Any], progress: Progress) -> EngineAndGrammars:
     return engine_and_grammars
 
 
+def dies_in_audits(settings: dict[str, Any], progress: Progress) -> EngineAndGrammars:
+    """Return an engine whose process ends in the first step of an audit."""
+    engine_and_grammars = plain(settings, progress)
+    engine = engine_and_grammars[0]
+    step = engine.step
+
+    def call() -> Any:
+        result = step()
+        if engine.scheduler.is_auditing:
+            os._exit(7)
+        return result
+
+    engine.step = call  # type: ignore[method-assign]
+    return engine_and_grammars
+
+
 def fails_on_signals(
     config: EngineConfig, text: TextSettings, log_format: LogFormat, progress: Progress
 ) -> EngineAndGrammars:

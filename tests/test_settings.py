@@ -15,7 +15,7 @@ from lockstep.models.hub import folder_of
 from lockstep.models.weight_files import WeightFile, find_weight_files
 from lockstep.serve.server import check_tls
 from lockstep.serve.settings import ServerSettings
-from lockstep.settings import check_writable, read_bytes, read_named, why_unread
+from lockstep.settings import check_writable, path_fault, read_bytes, read_text_file
 
 NOBODY = 65_534
 
@@ -54,8 +54,8 @@ def test_unwritable_file_is_named(tmp_path: Path) -> None:
 
 
 def test_error_reasons_are_short() -> None:
-    assert why_unread(FileNotFoundError(2, "No such file", "x" * 9_999)) == "No such file"
-    assert len(why_unread(ValueError("x" * 9_999))) == 200
+    assert path_fault(FileNotFoundError(2, "No such file", "x" * 9_999)) == "No such file"
+    assert len(path_fault(ValueError("x" * 9_999))) == 200
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_path_errors_distinguish_missing_and_forbidden(unprivileged: Path) -> No
     }
     for path, reason in reasons.items():
         with pytest.raises(OSError) as raised:
-            read_named(path)
-        assert reason in why_unread(raised.value)
+            read_text_file(path)
+        assert reason in path_fault(raised.value)
 
 
 def test_unreadable_model_is_not_missing(unprivileged: Path) -> None:

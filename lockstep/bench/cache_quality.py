@@ -16,7 +16,7 @@ import torch
 from lockstep.errors import ConfigError
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
-from lockstep.settings import why_unread
+from lockstep.settings import path_fault
 
 BYTES_PER_TOKEN = 16
 """Bytes of the file that are read per requested token, more than any text needs."""
@@ -102,7 +102,7 @@ def read_text(path: Path, tokens: int) -> str:
             data = file.read(tokens * BYTES_PER_TOKEN)
     except OSError as error:
         raise ConfigError(
-            f"--text {path} cannot be read: {why_unread(error)}. Name a text file."
+            f"--text {path} cannot be read: {path_fault(error)}. Name a text file."
         ) from None
     try:
         return data.decode("utf-8")

@@ -2,10 +2,12 @@
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO, Any
 
 from lockstep.sampling_params import SamplingParams
@@ -72,6 +74,18 @@ class Stopwatch:
     def cpu(self) -> float:
         """Return the CPU seconds of this process, all threads together."""
         return time.process_time() - self._cpu
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes that a process has started and that run."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for one in threads for child in (one / "children").read_text().split()]
 
 
 def start_server(

@@ -106,9 +106,8 @@ def compare(
     drafted_figures, outputs = measure(drafted, prompts, params, warm_ups, runs)
     pairs = zip(answers, outputs, strict=True)
     differ = [a.outputs[0].token_ids != b.outputs[0].token_ids for a, b in pairs]
-    return Comparison(
-        plain_figures, drafted_figures, differ.index(True) if any(differ) else None
-    ), outputs
+    disagreement = differ.index(True) if True in differ else None
+    return Comparison(plain_figures, drafted_figures, disagreement), outputs
 
 
 def _figures(timed: list[list[RequestOutput]], walls: list[float]) -> Figures:

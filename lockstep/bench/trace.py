@@ -71,7 +71,7 @@ def trace_steps(
     with profile(activities=activities) as profiler:
         if engine.plan.graph_mode != "none":
             _run_steps(llm, CAPTURED, steps)
-        with _named(llm):
+        with _named_ranges(llm):
             _run_steps(llm, STEP, steps)
     for request in requests:
         engine.abort(request.id)
@@ -119,10 +119,10 @@ def _start_requests(
 
 
 @contextmanager
-def _named(llm: LLM) -> Iterator[None]:
+def _named_ranges(llm: LLM) -> Iterator[None]:
     """Run the uncaptured program in the context, with named stages, layers and ops."""
-    runner: Any = worker_of(llm.engine)
-    program = runner.program
+    worker: Any = worker_of(llm.engine)
+    program = worker.program
     stages = (
         (program.table, "prepare", "table.prepare"),
         (program.sampler, "sample_target", "sampler.sample_target"),
@@ -132,10 +132,10 @@ def _named(llm: LLM) -> Iterator[None]:
     )
     context = getattr(program.drafter, "context", None)
     hooked_modules: set[nn.Module] = set()
-    run_step = runner.run_step
-    runner.run_step = runner.uncaptured
+    run_step = worker.run_step
+    worker.run_step = worker.uncaptured
     with ExitStack() as stack:
-        stack.callback(setattr, runner, "run_step", run_step)
+        stack.callback(setattr, worker, "run_step", run_step)
         for owner, method, name in stages:
             stack.enter_context(_wrapped(owner, method, name))
         for prefix, root in (("", program.model), ("draft.", getattr(context, "module", None))):

@@ -84,7 +84,8 @@ class BlockLog:
         self._has_state = has_state
         self._blocks: dict[Key, _Block] = {}
         self._snapshots: defaultdict[Key, set[str]] = defaultdict(set)
-        # Page -> its snapshot, if it has one, and its listed successors. A count of 0 is absent.
+        # Page -> number of things that make it usable: a snapshot at its end, and each listed page
+        # after it. Pages without any are absent.
         self._supports: defaultdict[Key, int] = defaultdict(int)
         self._page: tuple[CacheSeq, int] | None = None
         self._events: list[BlockEvent] = []
@@ -103,10 +104,10 @@ class BlockLog:
             return
         block = self._blocks.get(key)
         if block is None:
-            block = self._blocks[key] = self._described()
+            block = self._blocks[key] = self._described_block()
         block.media.add(medium)
         if block.is_listed:
-            self._store(key, block, medium, PAGE_GROUP)
+            self._append_stored(key, block, medium, PAGE_GROUP)
         else:
             self._list_from(key)
 
@@ -118,7 +119,7 @@ class BlockLog:
         block = self._blocks[key]
         block.media.remove(medium)
         if block.is_listed:
-            self._removed(key, medium, PAGE_GROUP)
+            self._append_removed(key, medium, PAGE_GROUP)
         if not block.media:
             if block.is_listed:
                 self._unlist_from(key)
@@ -153,7 +154,8 @@ class BlockLog:
         for key, block in self._blocks.items():
             assert block.is_listed == (not self._has_state or key in supports), "listed wrongly"
 
-    def _described(self) -> _Block:
+    def _described_block(self) -> _Block:
+        """Return the block of the page that describe() named, cached nowhere yet."""
         assert self._page is not None, "a page was cached that nobody described"
         seq, page = self._page
         begin = page * self._page_size
@@ -180,7 +182,7 @@ class BlockLog:
         if block is None:
             return
         if block.is_listed:
-            self._store(key, block, medium, STATE_GROUP)
+            self._append_stored(key, block, medium, STATE_GROUP)
         else:
             self._list_from(key)
 
@@ -189,7 +191,7 @@ class BlockLog:
         media.remove(medium)
         block = self._blocks.get(key)
         if block is not None and block.is_listed:
-            self._removed(key, medium, STATE_GROUP)
+            self._append_removed(key, medium, STATE_GROUP)
         if not media:
             del self._snapshots[key]
             self._drop_support(key)
@@ -207,7 +209,7 @@ class BlockLog:
             block.is_listed = False
             for medium in MEDIA:
                 if medium in block.media:
-                    self._removed(key, medium, PAGE_GROUP)
+                    self._append_removed(key, medium, PAGE_GROUP)
             key = block.parent
 
     def _unlist_from(self, key: Key) -> None:
@@ -215,35 +217,35 @@ class BlockLog:
         block = self._blocks[key]
         block.is_listed = False
         for medium in self._snapshots.get(key, ()):
-            self._removed(key, medium, STATE_GROUP)
+            self._append_removed(key, medium, STATE_GROUP)
         self._drop_support(block.parent)
 
     def _list_from(self, key: Key) -> None:
         """List a page, if it is usable, and the pages before it that it makes usable."""
         chain: list[tuple[Key, _Block]] = []
-        last: Key | None = key
-        while last is not None:
-            block = self._blocks.get(last)
-            is_usable = not self._has_state or last in self._supports
+        current: Key | None = key
+        while current is not None:
+            block = self._blocks.get(current)
+            is_usable = not self._has_state or current in self._supports
             if block is None or block.is_listed or not is_usable:
                 break
             block.is_listed = True
-            chain.append((last, block))
-            last = block.parent
+            chain.append((current, block))
             if not self._has_state:
                 break
-            if last is not None:
-                self._supports[last] += 1
+            current = block.parent
+            if current is not None:
+                self._supports[current] += 1
         chain.reverse()  # subscribers know a block's parent before the block
         for medium in MEDIA:
-            for one, block in chain:
+            for listed_key, block in chain:
                 if medium in block.media:
-                    self._store(one, block, medium, PAGE_GROUP)
-        for one, block in chain:
-            for medium in self._snapshots.get(one, ()):
-                self._store(one, block, medium, STATE_GROUP)
+                    self._append_stored(listed_key, block, medium, PAGE_GROUP)
+        for listed_key, block in chain:
+            for medium in self._snapshots.get(listed_key, ()):
+                self._append_stored(listed_key, block, medium, STATE_GROUP)
 
-    def _store(self, key: Key, block: _Block, medium: str, group: int) -> None:
+    def _append_stored(self, key: Key, block: _Block, medium: str, group: int) -> None:
         """Append the event of a stored block, or extend the last event where it continues that."""
         parent = None if block.parent is None else block_hash(block.parent)
         last = self._events[-1] if self._events else None
@@ -267,7 +269,7 @@ class BlockLog:
         )
         self._events.append(event)
 
-    def _removed(self, key: Key, medium: str, group: int) -> None:
+    def _append_removed(self, key: Key, medium: str, group: int) -> None:
         """Append the event of a removed block, or extend the last event."""
         last = self._events[-1] if self._events else None
         if isinstance(last, BlocksRemoved) and (last.medium, last.group) == (medium, group):

@@ -84,7 +84,7 @@ class Cache:
     @property
     def host_hit_tokens(self) -> int:
         """Return the number of hit_tokens whose pages came back from host memory."""
-        return self.paged.pool.host.num_back * self.config.page_size
+        return self.paged.pool.host.num_fetched * self.config.page_size
 
     @property
     def host_query_tokens(self) -> int:
@@ -205,11 +205,11 @@ class Cache:
         self.host.end_schedule()
         if self.state:
             self.state.end_schedule()
-        out: Moves = {}
-        back: Moves = {}
+        evicted: Moves = {}
+        fetched: Moves = {}
         for group in self.groups:
-            group.pool.host.end_schedule(out, back)
-        return out, back
+            group.pool.host.end_schedule(evicted, fetched)
+        return evicted, fetched
 
     def release(self, seq: CacheSeq) -> None:
         """Release everything that a sequence owns; cached content stays until it is evicted."""

@@ -14,25 +14,25 @@ from lockstep.cache.host_tier import PAGES, SLOTS, HostPool, HostStore, Key
 from lockstep.cache.pool import Pool
 
 
-def salt_of(text: str, adapter: str = "") -> bytes:
-    """Return the root of the page keys of a user's salt and an adapter; empty for neither.
+def root_key(cache_salt: str, adapter: str = "") -> bytes:
+    """Return the parent key of a prompt's first page; empty without salt and adapter.
 
     It equals no page key. adapter: digest of the adapter, "" for the base model.
     """
-    salt = text.encode("utf-8", "surrogatepass")
+    salt = cache_salt.encode("utf-8", "surrogatepass")
     if adapter:
         # The digest has a fixed length, so that no salt can continue it to another pair.
         return blake2b(bytes.fromhex(adapter) + salt, person=b"adapter").digest()
-    return blake2b(salt, person=b"salt").digest() if text else b""
+    return blake2b(salt, person=b"salt").digest() if salt else b""
 
 
 @dataclass(eq=False)
 class CacheSeq:
     """Cache record of one request.
 
-    output: the request's own list of answer tokens, which grows. salt: root of the page keys
-    (salt_of); pages are shared among requests of the same root only. reuse: whether the request may
-    resume cached prefixes. publish: whether its pages and snapshots are cached for others.
+    output: the request's own list of answer tokens, which grows. root: parent key of the first page
+    (root_key); pages are shared among requests of the same root only. reuse: whether the request
+    may resume cached prefixes. publish: whether its pages and snapshots are cached for others.
     cache_salt, adapter: the salt and the adapter's name of which the root is a hash; only a block
     log reads them. digests: token position -> digest of the content that a placeholder token there
     represents, such as an image. pages: page j has tokens [j * page_size, (j + 1) * page_size); the
@@ -44,7 +44,7 @@ class CacheSeq:
 
     prompt: Sequence[int]
     output: Sequence[int] = ()
-    salt: bytes = b""
+    root: bytes = b""
     reuse: bool = True
     publish: bool = True
     cache_salt: str = ""
@@ -69,7 +69,7 @@ class CacheSeq:
             if begin + page_size > split:
                 tail = self.output[max(begin - split, 0) : begin + page_size - split]
                 tokens = [*tokens, *tail]
-            parent = self.keys[-1] if self.keys else self.salt
+            parent = self.keys[-1] if self.keys else self.root
             data = array("q", tokens).tobytes()
             # Fixed lengths and the parent's length make the encoding unambiguous.
             hashed = blake2b(len(parent).to_bytes(8) + parent + data)

@@ -124,16 +124,16 @@ class HostPool:
 class HostStore:
     """Host tier of one pool. name: of the pool. pages: host pages per unit.
 
-    fetches: copies back to the device of the current schedule. num_out, num_back: units copied so
-    far.
+    fetches: copies back to the device of the current schedule. num_evicted, num_fetched: units that
+    were copied so far.
     """
 
     pool: HostPool
     name: str
     pages: int = 1
     fetches: list[Move] = field(default_factory=list)
-    num_out: int = 0
-    num_back: int = 0
+    num_evicted: int = 0
+    num_fetched: int = 0
 
     def keep(self, unit: int, key: Key) -> None:
         """Copy an evicted unit to the host, unless it is there or the host has no space."""
@@ -154,14 +154,14 @@ class HostStore:
     def fetch(self, unit: int, key: Key) -> None:
         """Copy the pinned content of a key into a unit; the host keeps it too."""
         self.fetches.append(Move(unit, self.pool.entries[self.name, key]))
-        self.num_back += 1
+        self.num_fetched += 1
 
-    def end_schedule(self, out: Moves, back: Moves) -> None:
-        """End a schedule: put its copies, if there are any, into `out` and `back`."""
-        evicted = [name for name in self.pool.evictions if name[0] == self.name]
-        if evicted:
-            out[self.name] = [self.pool.evictions.pop(name) for name in evicted]
-            self.num_out += len(evicted)
+    def end_schedule(self, evicted: Moves, fetched: Moves) -> None:
+        """End a schedule: add its copies to `evicted` and `fetched`, if there are any."""
+        names = [name for name in self.pool.evictions if name[0] == self.name]
+        if names:
+            evicted[self.name] = [self.pool.evictions.pop(name) for name in names]
+            self.num_evicted += len(names)
         if self.fetches:
-            back[self.name] = self.fetches
+            fetched[self.name] = self.fetches
             self.fetches = []

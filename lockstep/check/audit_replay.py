@@ -77,6 +77,9 @@ class _Replay:
                 # Requests of other salts share no prefix, so that all rows have their own prompt.
                 requests = [replace(one, cache_salt=one.id) for one in requests]
             answers, seconds = self._serve(requests)
+            if phase == PREFIX_HIT and not any(one.metrics.num_cached_tokens for one in answers):
+                self._report.refused["the cached prefix"] = "no token of the prompt was cached"
+                phase = COLD
             self._compare(name, phase, answers, plain, seconds)
 
     def _request(self) -> Request:

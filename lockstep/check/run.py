@@ -93,10 +93,13 @@ def run_check(
 
 @contextmanager
 def _frozen() -> Iterator[None]:
-    """Keep the objects that exist out of garbage collections.
+    """Keep the objects that exist out of garbage collections, unless the caller has done it.
 
     A collection frees the last engine before the next one: it takes 1 ms instead of 150.
     """
+    if gc.get_freeze_count():
+        yield
+        return
     gc.collect()
     gc.freeze()
     try:

@@ -12,7 +12,7 @@ from lockstep.cli.conversation import CUT_NOTE, Answer, Conversation, LocalModel
 from lockstep.cli.options import changed_settings, engine_options, sampling_options, text_options
 from lockstep.cli.show import load, note, print_text
 from lockstep.errors import ConfigError, RequestError, brief
-from lockstep.settings import read_named, why_unread
+from lockstep.settings import path_fault, read_text_file
 from lockstep.text.settings import TextSettings
 
 EXIT_COMMANDS = ("/exit", "/quit")
@@ -163,10 +163,10 @@ def _read_tools(path: Path | None) -> list[dict[str, Any]] | None:
     if path is None:
         return None
     try:
-        tools = json.loads(read_named(path))
+        tools = json.loads(read_text_file(path))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"--tools {brief(str(path))} cannot be read ({why_unread(error)}); name a JSON file."
+            f"--tools {brief(str(path))} cannot be read ({path_fault(error)}); name a JSON file."
         ) from None
     if not isinstance(tools, list) or not all(
         isinstance(tool, dict) and "function" in tool for tool in tools

@@ -16,7 +16,7 @@ from lockstep.cli.options import changed_settings, engine_options
 from lockstep.cli.show import note, print_json, warnings_once
 from lockstep.errors import ConfigError
 from lockstep.progress import progress_bar
-from lockstep.settings import check_writable, why_unread
+from lockstep.settings import check_writable, path_fault
 
 if TYPE_CHECKING:
     from lockstep.check.report.report import Report, Tally
@@ -52,7 +52,6 @@ LEGEND = (
 LOGITS_LEGEND = "Cells: outputs whose logits have the bits of the plain run / outputs compared."
 MAX_PARTS = 6
 """Parts that the terminal lists for a reason. The HTML report and --json have all."""
-STATE_COLORS = {"passed": "green", "passed in part": "yellow", "failed": "red", "not run": "dim"}
 ALL = "all"
 """Value of kv_cache_dtype that checks every format of the KV cache."""
 DEFAULT_FORMAT = "auto"
@@ -191,7 +190,7 @@ def _write(path: Path, report: "Report") -> None:
         write_page(path, report, ["lockstep", *sys.argv[1:]])
     except OSError as error:
         raise ConfigError(
-            f"--report {path} cannot be written: {why_unread(error)}. Name another file."
+            f"--report {path} cannot be written: {path_fault(error)}. Name another file."
         ) from None
 
 
@@ -292,12 +291,20 @@ def _refuse_varied(settings: dict[str, Any]) -> None:
 
 def _sections_table(report: "Report") -> Table:
     """Return the results of the sections."""
+    from lockstep.check.report.report import SectionState
+
+    colors = {
+        SectionState.PASSED: "green",
+        SectionState.PASSED_IN_PART: "yellow",
+        SectionState.FAILED: "red",
+        SectionState.NOT_RUN: "dim",
+    }
     table = Table("section", "result", box=SIMPLE_HEAD, padding=(0, 1))
     for column in ("cases", "s"):
         table.add_column(column, justify="right")
     table.add_column("not run")
     for section in report.sections:
-        state = f"[{STATE_COLORS[section.state]}]{section.state}[/]"
+        state = f"[{colors[section.state]}]{section.state}[/]"
         cases = f"{section.passed:,}/{section.cases:,}" if section.cases else ""
         table.add_row(section.name, state, cases, f"{section.seconds:.0f}", escape(section.reasons))
     return table

@@ -160,7 +160,7 @@ def unknown_option(name: str, known: Iterable[str], remedy: str = "") -> ConfigE
 
 def _refusal(names: list[str], words: list[str], why: str) -> ConfigError:
     """Return the error of a value that an option or argument does not allow."""
-    occurrences = [text for name in names for text in _written(name, words)]
+    occurrences = [text for name in names for text in _occurrences(name, words)]
     what = occurrences[-1] if occurrences else "/".join(names)
     return ConfigError(
         f"{what} is not allowed: {why[0].lower()}{why[1:].rstrip('.')}. Pass an allowed value, or "
@@ -168,7 +168,7 @@ def _refusal(names: list[str], words: list[str], why: str) -> ConfigError:
     )
 
 
-def _written(name: str, words: list[str]) -> list[str]:
+def _occurrences(name: str, words: list[str]) -> list[str]:
     """Return each occurrence of an option on a command line, as --name='value'."""
     occurrences = []
     for word, following in zip(words, [*words[1:], ""], strict=True):

@@ -274,7 +274,7 @@ def read_kernels(value: list[str] | None) -> Any:
     """Parse --kernels OP=BACKEND, which may be repeated and may list several, comma-separated."""
     if value is None:
         return None
-    return backends_by_op([part.strip() for one in value for part in one.split(",")])
+    return backends_by_op([part.strip() for entry in value for part in entry.split(",")])
 
 
 READERS: dict[str, Callable[[Any], Any]] = {

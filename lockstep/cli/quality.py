@@ -15,7 +15,7 @@ from lockstep.cli.show import print_json
 from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.progress import progress_bar
-from lockstep.settings import check_writable, why_unread
+from lockstep.settings import check_writable, path_fault
 
 if TYPE_CHECKING:
     from lockstep.bench.cache_quality import CacheDtypes, Quality
@@ -134,7 +134,7 @@ def _draw(path: Path, qualities: "list[Quality]", window: int) -> None:
         path.write_text(plot(qualities, min(window, longest + 1)), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"--plot {path} cannot be written: {why_unread(error)}. Name a file."
+            f"--plot {path} cannot be written: {path_fault(error)}. Name a file."
         ) from None
 
 

@@ -15,7 +15,7 @@ from lockstep.cli.show import load, note, show_start
 from lockstep.errors import ConfigError, brief, choice_error
 from lockstep.progress import progress_bar
 from lockstep.serve.settings import RESUME_SECONDS, ServerSettings
-from lockstep.settings import read_named, why_unread
+from lockstep.settings import path_fault, read_text_file
 
 if TYPE_CHECKING:
     from lockstep.engine.async_engine import Transport
@@ -300,10 +300,10 @@ def _access_rules(
 def read_keys(path: str) -> list[str]:
     """Return the keys of a file with one key per line. Raises ConfigError."""
     try:
-        lines = read_named(path).splitlines()
+        lines = read_text_file(path).splitlines()
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"api_key_file={brief(path)} cannot be read: {why_unread(error)}. Name a text file "
+            f"api_key_file={brief(path)} cannot be read: {path_fault(error)}. Name a text file "
             "with one key per line."
         ) from None
     keys = [line for line in lines if line.strip()]

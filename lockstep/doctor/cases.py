@@ -19,11 +19,11 @@ from lockstep.kernels.recurrent.cases import Dims
 from lockstep.kernels.registry import Op
 from lockstep.kernels.rotary.cases import rope
 from lockstep.kernels.route import route
-from lockstep.kernels.sampling.cases import batch
+from lockstep.kernels.sampling.cases import batch as sampling_batch
 from lockstep.layers.build_context import KernelNeed
 
 Arguments = dict[str, Any]
-ROWS = ((0, 1), (255, 4), (700, 3), (64, 130))
+ATTENTION_ROWS = ((0, 1), (255, 4), (700, 3), (64, 130))
 """Rows of an attention case at a layer's sizes: (tokens before, tokens)."""
 TOKENS = 19
 """Tokens of a case at a layer's sizes: more than a tile of 16, and odd."""
@@ -128,8 +128,8 @@ def _attention(need: KernelNeed, dtype: torch.dtype) -> Iterator[Case]:
     traits = need.traits
     sizes = (traits["heads"], traits["kv_heads"], traits["head_dim"])
     format = _kv_format(traits["quantizers"])
-    name = f"{len(ROWS)} rows, heads {sizes[0]}/{sizes[1]}, dim {sizes[2]}"
-    yield Case(name, paged(ROWS, *sizes, 64, dtype, format=format))
+    name = f"{len(ATTENTION_ROWS)} rows, heads {sizes[0]}/{sizes[1]}, dim {sizes[2]}"
+    yield Case(name, paged(ATTENTION_ROWS, *sizes, 64, dtype, format=format))
 
 
 def _kv_format(quantizers: Any) -> KVFormat | None:
@@ -148,13 +148,13 @@ def _latent_attention(need: KernelNeed, dtype: torch.dtype) -> Iterator[Case]:
     traits = need.traits
     sizes = (traits["heads"], traits["latent"], traits["rope"])
     quantizer = (traits["quantizers"] or (None,))[0]
-    name = f"{len(ROWS)} rows, {sizes[0]} heads of {sizes[1]} + {sizes[2]}"
-    yield Case(name, paged_latents(ROWS, *sizes, 64, dtype, quantizer=quantizer))
+    name = f"{len(ATTENTION_ROWS)} rows, {sizes[0]} heads of {sizes[1]} + {sizes[2]}"
+    yield Case(name, paged_latents(ATTENTION_ROWS, *sizes, 64, dtype, quantizer=quantizer))
 
 
 def _latent_rope(need: KernelNeed, dtype: torch.dtype) -> Iterator[Case]:
     traits = need.traits
-    sizes = (traits["heads"], traits["plain"], traits["latent"], traits["rope"])
+    sizes = (traits["heads"], traits["nope"], traits["latent"], traits["rope"])
     quantizer = (traits["quantizers"] or (None,))[0]
     name = f"{TOKENS} tokens, {sizes[0]} heads of {sizes[1]} + {sizes[3]}, latent {sizes[2]}"
     yield Case(name, latent_rope(TOKENS, *sizes, dtype, quantizer))
@@ -170,9 +170,9 @@ def _head_linear(need: KernelNeed, dtype: torch.dtype) -> Iterator[Case]:
 def _route(need: KernelNeed, dtype: torch.dtype) -> Iterator[Case]:
     experts = need.traits["experts"]
     top_k = need.traits["top_k"]
-    alone = dict(bias=None, shared=None, shared_gate=None)
+    unused = dict(bias=None, shared=None, shared_gate=None)
     logits = _normal(TOKENS, experts, dtype=dtype) * 2
-    yield Case(f"{TOKENS}x{experts}/{top_k}", dict(logits=logits, top_k=top_k, **alone))
+    yield Case(f"{TOKENS}x{experts}/{top_k}", dict(logits=logits, top_k=top_k, **unused))
 
 
 def _experts(need: KernelNeed, dtype: torch.dtype) -> Iterator[Case]:
@@ -195,23 +195,18 @@ def _experts(need: KernelNeed, dtype: torch.dtype) -> Iterator[Case]:
     yield Case(f"{TOKENS}x{hidden}/{inner}/{count}/{top_k}", arguments)
 
 
-def _delta_dims(need: KernelNeed) -> tuple[Dims, ...]:
-    names = ("key_heads", "value_heads", "key_dim", "value_dim")
-    hk, hv, k, v = (need.traits[name] for name in names)
-    return (Dims(hk, hv, k, v, r=need.traits["kernel"] - 1, w=need.traits["window"]),)
+DELTA_DIMS = ("key_heads", "value_heads", "key_dim", "value_dim")
+MAMBA_DIMS = ("groups", "heads", "state_dim", "head_dim")
+"""Traits with HK, HV, K and V of a recurrent mixer."""
 
 
-def _mamba_dims(need: KernelNeed) -> tuple[Dims, ...]:
-    names = ("groups", "heads", "state_dim", "head_dim")
-    hk, hv, k, v = (need.traits[name] for name in names)
-    return (Dims(hk, hv, k, v, r=need.traits["kernel"] - 1, w=need.traits["window"]),)
+def _recurrent(names: tuple[str, ...], generate: Callable[..., Any]) -> "SizedCases":
+    """Return the function that generates cases of a recurrent op. names: of its dims' traits."""
 
-
-def _recurrent(
-    dims_of: Callable[[KernelNeed], tuple[Dims, ...]], generate: Callable[..., Any]
-) -> "SizedCases":
     def sized(need: KernelNeed, dtype: torch.dtype) -> Iterator[Case]:
-        for name, arguments in generate(dtype, dims_of(need)):
+        hk, hv, k, v = (need.traits[name] for name in names)
+        dims = Dims(hk, hv, k, v, r=need.traits["kernel"] - 1, w=need.traits["window"])
+        for name, arguments in generate(dtype, (dims,)):
             yield Case(name, arguments)
 
     return sized
@@ -219,7 +214,7 @@ def _recurrent(
 
 def _sample(need: KernelNeed, dtype: torch.dtype) -> Iterator[Case]:
     vocab = need.traits["vocab"]
-    yield Case(f"vocab {vocab}, Q=2", batch(vocab, 2))
+    yield Case(f"vocab {vocab}, Q=2", sampling_batch(vocab, 2))
 
 
 SizedCases = Callable[[KernelNeed, torch.dtype], Iterator[Case]]
@@ -236,10 +231,10 @@ SIZED: dict[str, SizedCases] = {
     "head_linear": _head_linear,
     "route": _route,
     "experts": _experts,
-    "gated_delta_step": _recurrent(_delta_dims, gated_delta_step_cases),
-    "gated_delta_chunk": _recurrent(_delta_dims, gated_delta_chunk_cases),
-    "mamba2_step": _recurrent(_mamba_dims, mamba2_step_cases),
-    "mamba2_chunk": _recurrent(_mamba_dims, mamba2_chunk_cases),
+    "gated_delta_step": _recurrent(DELTA_DIMS, gated_delta_step_cases),
+    "gated_delta_chunk": _recurrent(DELTA_DIMS, gated_delta_chunk_cases),
+    "mamba2_step": _recurrent(MAMBA_DIMS, mamba2_step_cases),
+    "mamba2_chunk": _recurrent(MAMBA_DIMS, mamba2_chunk_cases),
     "sample": _sample,
 }
 """Op -> its cases at a layer's sizes. Other ops have shared cases alone."""

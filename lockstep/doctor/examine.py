@@ -21,7 +21,7 @@ from lockstep.kernels.backends import all_ops
 from lockstep.kernels.backends import load as load_backends
 from lockstep.kernels.canaries import Canaries
 from lockstep.kernels.registry import Op
-from lockstep.kernels.row_subsets import ROWS, count, take
+from lockstep.kernels.row_subsets import ROWS, count_rows, take_rows
 from lockstep.kernels.selection import NUMBA
 from lockstep.kernels.timing import REPEATS, seconds_per_call
 from lockstep.layers.build_context import KernelNeed
@@ -92,7 +92,7 @@ class Done:
     us: dict[str, float] = field(default_factory=dict)
 
 
-class Broken(Exception):
+class BrokenProcessError(Exception):
     """Error after which the process cannot examine anything else."""
 
 
@@ -116,7 +116,7 @@ def run_job(job: Job, connection: Connection, log: str) -> None:
         with torch.inference_mode():
             done = examiner.time() if job.timed else examiner.examine()
         connection.send(done)
-    except Broken:
+    except BrokenProcessError:
         pass
     connection.close()
 
@@ -191,10 +191,10 @@ class Examiner:
         except Exception as error:  # whatever a kernel raises is a finding
             raise self._broken(error) from error
 
-    def _broken(self, error: Exception) -> Broken:
+    def _broken(self, error: Exception) -> BrokenProcessError:
         text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         self._fault("illegal instruction" if "illegal instruction" in text else "error", text)
-        return Broken()
+        return BrokenProcessError()
 
     def _wait(self) -> None:
         """Wait for the device, where an asynchronous error is raised."""
@@ -289,17 +289,17 @@ class Examiner:
 
     def _check_rows(self, case: Case, first: dict[str, Tensor]) -> None:
         """Compare the bits of some rows alone, of odd, reversed and repeated rows."""
-        if self.op not in ROWS or not count(self.op, case.arguments):
+        if self.op not in ROWS or not count_rows(self.op, case.arguments):
             return
         self._begin("rows", case)
-        rows = list(range(count(self.op, case.arguments)))
+        rows = list(range(count_rows(self.op, case.arguments)))
         repeated = rows if self.op.writes else rows * REPEATED[self.job.device]
         choices = [[row] for row in dict.fromkeys((rows[0], rows[-1], rows[len(rows) // 2]))]
         choices += [rows[1::2], rows[::-1], repeated]
         for chosen in choices:
             if not chosen:
                 continue
-            part, lines = take(self.op, case.arguments, chosen)
+            part, lines = take_rows(self.op, case.arguments, chosen)
             if not len(lines):
                 continue
             result = self._run(fresh(part, self.job.device, self.op.writes))

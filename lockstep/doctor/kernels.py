@@ -27,7 +27,7 @@ MODES = {"cuda": (ASYNCHRONOUS, BLOCKING), "cpu": (ASYNCHRONOUS,)}
 
 
 @dataclass(frozen=True)
-class Examined:
+class ExaminedBackend:
     """Backend of an op with what was found.
 
     seconds: of all its processes. us: case name -> microseconds, measured where a backend is
@@ -57,7 +57,7 @@ class KernelReport:
     """
 
     machine: dict[str, str]
-    examined: list[Examined]
+    examined: list[ExaminedBackend]
     replacements: list[Replacement]
     unserved: list[str]
     path: Path | None = None
@@ -65,7 +65,7 @@ class KernelReport:
 
     @property
     def findings(self) -> list[Finding]:
-        """Findings of all backends."""
+        """Return the findings of all backends."""
         return [finding for entry in self.examined for finding in entry.findings]
 
     def to_json(self) -> dict[str, Any]:
@@ -94,10 +94,10 @@ class Doctor:
     def examine(self, needs: Sequence[KernelNeed], progress: Progress) -> KernelReport:
         """Examine the backends that serve these needs, best first, until a healthy one is found."""
         children = Children(
-            arch_name(self.device), self._parallel(), self.stage_seconds, self.deadline
+            arch_name(self.device), self._num_processes(), self.stage_seconds, self.deadline
         )
         served = backends_of(needs)
-        examined: dict[Key, Examined] = {}
+        examined: dict[Key, ExaminedBackend] = {}
         late: list[Key] = []
         while not late and (jobs := self._next_jobs(served, examined)):
             results = list(children.run(jobs, progress))
@@ -109,24 +109,21 @@ class Doctor:
                     examined[entry.op, entry.backend] = entry
         self._time_replaced(children, served, examined, progress)
         health = {key: entry.health for key, entry in examined.items()}
-        replacements, unserved = replaced(needs, KernelSelection(health=health))
+        replacements, unserved = find_replacements(needs, KernelSelection(health=health))
         path = write_health(self.device, health.values()) if self.save else None
         return KernelReport(
             machine(self.device), list(examined.values()), replacements, unserved, path, late
         )
 
-    def _parallel(self) -> int:
+    def _num_processes(self) -> int:
+        """Return the number of processes that examine at a time."""
         if self.device == "cuda":
             return GPU_PARALLEL
         # A container may have a few of the machine's cores.
         return max(1, num_cores() // 2)
 
-    def _next_jobs(
-        self,
-        served: Served,
-        examined: dict[Key, Examined],
-    ) -> list[Job]:
-        """Return the jobs of backends that are next in line: of ops without a healthy one."""
+    def _next_jobs(self, served: Served, examined: dict[Key, ExaminedBackend]) -> list[Job]:
+        """Return the jobs of the best unexamined backends of needs without a healthy one."""
         return [
             Job(*key, self.device, needs, mode, self.imports)
             for key, needs in served.items()
@@ -139,7 +136,7 @@ class Doctor:
         self,
         children: Children,
         served: Served,
-        examined: dict[Key, Examined],
+        examined: dict[Key, ExaminedBackend],
         progress: Progress,
     ) -> None:
         """Time the backends of ops that have a sick one, one after another."""
@@ -182,7 +179,9 @@ def backends_of(needs: Iterable[KernelNeed]) -> Served:
     return served
 
 
-def _is_next(key: Key, need: KernelNeed, served: Served, examined: dict[Key, Examined]) -> bool:
+def _is_next(
+    key: Key, need: KernelNeed, served: Served, examined: dict[Key, ExaminedBackend]
+) -> bool:
     """Return whether every better backend that serves a need was found sick."""
     for other, needs in served.items():
         if other == key:
@@ -194,13 +193,13 @@ def _is_next(key: Key, need: KernelNeed, served: Served, examined: dict[Key, Exa
     return True
 
 
-def merge_modes(results: Iterable[Result]) -> list[Examined]:
+def merge_modes(results: Iterable[Result]) -> list[ExaminedBackend]:
     """Return one entry per backend: findings of both kinds of launches are one finding."""
-    entries: dict[Key, Examined] = {}
+    entries: dict[Key, ExaminedBackend] = {}
     for result in results:
         key = (result.job.op, result.job.backend)
-        before = entries.get(key, Examined(*key, [], 0, 0.0))
-        findings = list(before.findings)
+        previous = entries.get(key, ExaminedBackend(*key, [], 0, 0.0))
+        findings = list(previous.findings)
         for finding in result.findings:
             same = [
                 index
@@ -212,13 +211,13 @@ def merge_modes(results: Iterable[Result]) -> list[Examined]:
                 findings[same[0]] = replace(other, modes=(*other.modes, *finding.modes))
             else:
                 findings.append(finding)
-        entries[key] = Examined(
-            *key, findings, before.checks + result.checks, before.seconds + result.seconds
+        entries[key] = ExaminedBackend(
+            *key, findings, previous.checks + result.checks, previous.seconds + result.seconds
         )
     return list(entries.values())
 
 
-def replaced(
+def find_replacements(
     needs: Iterable[KernelNeed], selection: KernelSelection
 ) -> tuple[list[Replacement], list[str]]:
     """Return the replacements that a server would make, and the ops without a healthy backend."""

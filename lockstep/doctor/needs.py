@@ -29,7 +29,7 @@ from lockstep.worker.build import (
 from lockstep.worker.hooks import NO_HOOKS
 from lockstep.worker.memory_estimate import DryEngine
 
-OF_SEVERAL_RANKS = (exchange.name, exchange_add_rms_norm.name)
+MULTI_RANK_OPS = (exchange.name, exchange_add_rms_norm.name)
 """Ops that one process cannot examine. `lockstep check` with tensor_parallel_size runs them."""
 
 
@@ -48,7 +48,7 @@ def kernels_of(config: EngineConfig, device: str) -> list[KernelNeed]:
         )
         with engine.mode:
             engine.program(limits, engine.build)
-        return distinct(_on(need, device) for need in engine.build.needs)
+        return distinct(_on_device(need, device) for need in engine.build.needs)
     dtype = getattr(torch, limits.dtype)
     with FakeTensorMode(allow_non_fake_inputs=True):
         build = BuildContext(
@@ -72,7 +72,7 @@ def kernels_of(config: EngineConfig, device: str) -> list[KernelNeed]:
     return distinct(build.needs)
 
 
-def _on(need: KernelNeed, device: str) -> KernelNeed:
+def _on_device(need: KernelNeed, device: str) -> KernelNeed:
     """Return the need on the real device instead of the one without memory."""
     traits: dict[str, Any] = {name: x for name, x in need.traits.items() if name != "arch"}
     return replace(need, traits=traits | {"device": device})
@@ -82,13 +82,13 @@ def distinct(needs: Iterable[KernelNeed]) -> list[KernelNeed]:
     """Return the needs without repetitions and without ops of several ranks."""
     by_key: dict[str, KernelNeed] = {}
     for need in needs:
-        if need.op not in OF_SEVERAL_RANKS:
-            traits = sorted((name, _named(value)) for name, value in need.traits.items())
+        if need.op not in MULTI_RANK_OPS:
+            traits = sorted((name, _trait_text(value)) for name, value in need.traits.items())
             by_key.setdefault(f"{need.op} {traits} {need.layout}", need)
     return list(by_key.values())
 
 
-def _named(trait: Any) -> str:
+def _trait_text(trait: Any) -> str:
     """Return a trait as text. Quantizers of two layers differ in their rotation's signs alone."""
     if isinstance(trait, tuple):
         return ", ".join(f"{type(part).__name__} {getattr(part, 'name', '')}" for part in trait)

@@ -28,7 +28,7 @@ GIB = 1 << 30
 MIN_DISK_BYTES = 20 * GIB
 """Free bytes of the hub's cache below which a line warns: a small model's checkpoint."""
 MIN_MEMORY_BYTES = 4 * GIB
-BUS_SHARE = 0.7
+MIN_BANDWIDTH_SHARE = 0.7
 """Share of the card's bandwidth that a copy reaches at least on a healthy card."""
 CARD_BANDWIDTH = {
     "B200": 8.0e12,
@@ -110,7 +110,7 @@ def _cpu() -> Iterator[Line]:
     yield Line("threads of torch", str(torch.get_num_threads()))
     if find_spec("triton") and Path("/proc/driver/nvidia/version").exists():
         remedy = "Install a torch with CUDA of this driver, or set device to cuda to see why."
-        yield Line("GPU", f"driver {driver_version()}, unseen by torch", "warning", remedy)
+        yield Line("GPU", f"driver {driver_version()}, not seen by torch", "warning", remedy)
 
 
 def _gpus() -> Iterator[Line]:
@@ -170,7 +170,7 @@ def _bandwidth(card: str, index: int) -> Line:
     listed = next((rate for part, rate in CARD_BANDWIDTH.items() if part in card), None)
     if listed is None:
         return Line(name, value, "note", f"An H200 reaches {H200.memory / 1e12:.2f} TB/s.")
-    slow = rates.memory < BUS_SHARE * listed
+    slow = rates.memory < MIN_BANDWIDTH_SHARE * listed
     remedy = "Look for other programs, low clocks, ECC errors (nvidia-smi -q)." if slow else ""
     value += f" of {listed / 1e12:.2f} TB/s"
     return Line(name, value, "warning" if slow else "ok", remedy)

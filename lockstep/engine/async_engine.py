@@ -346,7 +346,9 @@ class AsyncEngine:
         """Return the queue of an event loop; the queues of closed loops are dropped."""
         if loop not in self._queues:
             self._queues = {
-                one: queue for one, queue in self._queues.items() if not one.is_closed()
+                event_loop: queue
+                for event_loop, queue in self._queues.items()
+                if not event_loop.is_closed()
             }
             self._queues[loop] = _LoopQueue(loop)
         return self._queues[loop]

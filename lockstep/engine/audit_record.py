@@ -16,6 +16,8 @@ from lockstep.scheduling.request import Request
 
 VERSION = 1
 """Version of the file format; it changes with the fields of the class below."""
+PREFIX, SUFFIX = "lockstep-audit-", ".json"
+"""Ends of the name of a record's file."""
 LEFT_OUT = ("audit", "kv_events_config", "nnodes", "node_rank", "master_addr", "master_port")
 """Settings that a replay leaves out: no answer depends on them, and they need other hosts."""
 
@@ -81,7 +83,7 @@ class AuditRecord:
         Only the file's owner may read it, since it has a client's prompt.
         """
         text = json.dumps({"version": VERSION, "audit": asdict(self)})
-        descriptor, name = mkstemp(".json", "lockstep-audit-", folder.absolute())
+        descriptor, name = mkstemp(SUFFIX, PREFIX, folder.absolute())
         path = Path(name)
         try:
             with open(descriptor, "w", encoding="utf-8") as file:
@@ -127,6 +129,14 @@ class AuditRecord:
         )
 
 
+def records_in(folder: Path) -> list[Path]:
+    """Return the paths of the records in a folder; none where it cannot be read."""
+    try:
+        return sorted(folder.resolve().glob(f"{PREFIX}*{SUFFIX}"))
+    except OSError:  # of a working directory that was deleted
+        return []
+
+
 def _default(name: str) -> Any:
     """Return the default of a field of SamplingParams."""
     return SamplingParams.__dataclass_fields__[name].default
@@ -135,9 +145,9 @@ def _default(name: str) -> Any:
 def _settings(config: EngineConfig) -> dict[str, Any]:
     """Return the settings that differ from their defaults, as JSON values."""
     changed = {
-        one.name: getattr(config, one.name)
-        for one in fields(config)
-        if one.name not in LEFT_OUT and getattr(config, one.name) != one.default
+        setting.name: getattr(config, setting.name)
+        for setting in fields(config)
+        if setting.name not in LEFT_OUT and getattr(config, setting.name) != setting.default
     }
     if config.model is not None and exists(config.model):
         changed["model"] = str(Path(config.model).absolute())

@@ -5,16 +5,17 @@ one of these changes tokens.
 """
 
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import gettempdir
 
 from lockstep.answer import Answer, Mismatch, exact_logprobs
-from lockstep.engine.audit_record import AuditRecord
+from lockstep.engine.audit_record import AuditRecord, records_in
 from lockstep.scheduling.request import Request
 
 log = logging.getLogger("lockstep.engine")
@@ -23,10 +24,12 @@ MAX_PENDING = 1024
 """Maximum audits that wait for an idle engine."""
 MAX_PENDING_BYTES = 64 << 20
 """Maximum estimated bytes of the requests and answers of these audits."""
-TOKEN_BYTES = 36
-"""Bytes of a token id: an int of Python and its entry in a list."""
 LOGPROB_BYTES = 256
-"""Bytes of a log-probability and of the dict of its position, or of a bias of a token."""
+"""Bytes of a log-probability and of the dict of its position."""
+GRAMMAR_BYTES = 64 << 10
+"""Bytes of a grammar that has accepted no token, apart from its recipe: its first mask takes half
+of them for 256,000 tokens.
+"""
 
 
 def is_audited(request_id: str, share: float) -> bool:
@@ -57,6 +60,20 @@ def first_difference(served: Request, repeated: Request) -> Mismatch | None:
     return mismatch
 
 
+def size_of(value: object) -> int:
+    """Return the estimated bytes of plain data: numbers, texts, and containers and dataclasses of
+    them.
+    """
+    size = sys.getsizeof(value)
+    if isinstance(value, list | tuple) and value and isinstance(value[0], int):
+        return size + len(value) * sys.getsizeof(value[0])  # token ids, up to a context of them
+    if isinstance(value, dict):
+        return size + sum(size_of(key) + size_of(one) for key, one in value.items())
+    if isinstance(value, list | tuple | set | frozenset):
+        return size + sum(map(size_of, value))
+    return size + sum(map(size_of, vars(value).values())) if is_dataclass(value) else size
+
+
 @dataclass
 class _Audit:
     """Audit of a request that has ended. repeated: its second run, once that has begun."""
@@ -66,17 +83,13 @@ class _Audit:
 
     @cached_property
     def size(self) -> int:
-        """Return the estimated bytes of the request and its answer, apart from its grammar."""
+        """Return the estimated bytes of the request, its answer and its grammar."""
         served = self.served
-        params = served.params
-        # A client may send as many of these ids as the vocabulary or the context has.
-        lists = (params.allowed_token_ids, params.forced_token_ids, params.prediction)
-        tokens = len(served.prompt_token_ids) + len(served.output_token_ids)
-        tokens += sum(len(ids or ()) for ids in lists)
-        scored = [*served.logprobs, *served.prompt_logprobs]
-        entries = len(params.logit_bias or ())
-        entries += sum(1 + len(position or ()) for position in scored)
-        return tokens * TOKEN_BYTES + entries * LOGPROB_BYTES
+        size = sum(map(size_of, (served.params, served.prompt_token_ids, served.output_token_ids)))
+        if served.grammar is not None:
+            size += size_of(served.grammar.recipe) + GRAMMAR_BYTES
+        scored = (*served.logprobs, *served.prompt_logprobs)
+        return size + sum(1 + len(position or ()) for position in scored) * LOGPROB_BYTES
 
 
 class Auditor:
@@ -84,7 +97,8 @@ class Auditor:
 
     share: share of the requests that are audited. record: makes the record of a difference.
     folder: where the first difference is written; the folder of temporary files replaces it where
-    it is not writable.
+    it is not writable. num_records: records in both, those of earlier engines included, so that a
+    difference stays visible after a restart until somebody removes its file.
 
     All methods belong to the thread of the engine.
     """
@@ -100,10 +114,11 @@ class Auditor:
         self.num_differences = 0
         self.num_dropped = 0
         self._record = record
-        self._folder = folder
+        self._folders = [folder, *_temporary_folders()]
         self._pending: deque[_Audit] = deque()
         self._pending_bytes = 0
         self._running: _Audit | None = None
+        self.num_records = self._count_records() if share else 0
 
     @property
     def num_pending(self) -> int:
@@ -147,14 +162,14 @@ class Auditor:
         self._pending_bytes = 0
         return self.drop()
 
-    def take(self, touched: list[Request]) -> list[Request]:
+    def take(self, updated: list[Request]) -> list[Request]:
         """Take the requests of a step: compare audits that ended, and queue chosen requests.
 
         Returns the requests that are no audits.
         """
         if not self.share:
-            return touched
-        for request in touched:
+            return updated
+        for request in updated:
             if request.finish_reason is None:
                 continue
             if request.is_audit:
@@ -163,7 +178,7 @@ class Auditor:
                 # A grammar that has accepted tokens keeps up to 10 MB.
                 grammar = None if request.grammar is None else request.grammar.fresh()
                 self._queue(_Audit(replace(request, grammar=grammar)))
-        return [request for request in touched if not request.is_audit]
+        return [request for request in updated if not request.is_audit]
 
     def _queue(self, audit: _Audit) -> None:
         """Queue an audit; drop the oldest ones past the limits."""
@@ -199,14 +214,34 @@ class Auditor:
             *(served.id, position, remedy),
         )
 
+    def _count_records(self) -> int:
+        """Return the number of records in the folders, and write their paths to the log."""
+        records = sorted({path for folder in self._folders for path in records_in(folder)})
+        if records:
+            log.warning(
+                "audit: answers differed before this start: %s. Reproduce: lockstep check --replay "
+                "FILE. Remove a file that was examined.",
+                ", ".join(map(str, records)),
+            )
+        return len(records)
+
     def _write(self, served: Request, repeated: Request, what: str) -> str:
         """Write a record to the first folder that takes it; return how to use it."""
-        for folder in (self._folder, Path(gettempdir())):
+        for folder in self._folders:
             try:
                 record = self._record(served, answer_of(served), answer_of(repeated), what)
                 path = record.write(folder)
-            except (OSError, TypeError) as error:  # an audit never ends the engine
+            except Exception as error:  # an audit never ends the engine
                 reason = f" It could not be written to {folder}: {error}."
             else:
+                self.num_records += 1
                 return f" Reproduce: lockstep check --replay {path}"
         return reason
+
+
+def _temporary_folders() -> list[Path]:
+    """Return the folder of temporary files; none where the system has none that is writable."""
+    try:
+        return [Path(gettempdir())]
+    except FileNotFoundError:
+        return []

@@ -205,16 +205,16 @@ class Engine:
                 kind = (len(schedule.decode), schedule.num_drafts, self.scheduler.context(schedule))
                 self.stats.observe("decode_steps", DecodeStep(results.decode_ms / 1e3, *kind))
             is_audit = self.scheduler.is_auditing
-            touched = self.scheduler.update(schedule, results)
+            updated = self.scheduler.update(schedule, results)
             if not is_audit:
-                self._count_tokens(schedule, touched)
-        return touched
+                self._count_tokens(schedule, updated)
+        return updated
 
-    def _count_tokens(self, schedule: Schedule, touched: Sequence[Request]) -> None:
-        """Count the tokens of a schedule and of the requests that it touched."""
+    def _count_tokens(self, schedule: Schedule, updated: Sequence[Request]) -> None:
+        """Count the tokens of a schedule and of the requests that it updated."""
         now = time.monotonic()
         generated = self.stats.generation_tokens_total
-        for request in touched:
+        for request in updated:
             self._count(request, now)
         tokens = sum(chunk.length for chunk in schedule.prompt)
         tokens += self.stats.generation_tokens_total - generated
@@ -269,7 +269,8 @@ class Engine:
         stats.audit_differences_total = self.auditor.num_differences
         stats.audits_dropped_total = self.auditor.num_dropped
         stats.num_audits_pending = self.auditor.num_pending
-        stats.drafts_total = scheduler.drafted_rows
+        stats.num_audit_records = self.auditor.num_records
+        stats.drafts_total = scheduler.drafts_total
         stats.accepted_at = tuple(scheduler.accepted_at)
         return stats
 
@@ -282,10 +283,10 @@ class Engine:
         stats.host_pages_used = cache.host.used
         stats.host_hits_total = cache.host_hit_tokens
         stats.host_queries_total = cache.host_query_tokens
-        stats.offloaded_total = sum(pool.num_out for pool, _ in host_pools)
-        stats.offloaded_bytes_total = sum(pool.num_out * size for pool, size in host_pools)
-        stats.fetched_total = sum(pool.num_back for pool, _ in host_pools)
-        stats.fetched_bytes_total = sum(pool.num_back * size for pool, size in host_pools)
+        stats.offloaded_total = sum(pool.num_evicted for pool, _ in host_pools)
+        stats.offloaded_bytes_total = sum(pool.num_evicted * size for pool, size in host_pools)
+        stats.fetched_total = sum(pool.num_fetched for pool, _ in host_pools)
+        stats.fetched_bytes_total = sum(pool.num_fetched * size for pool, size in host_pools)
 
     def explain(self) -> dict[str, Any]:
         """Return the plan, per layer the op, its backend and why others were refused, and notes

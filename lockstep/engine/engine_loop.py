@@ -40,20 +40,26 @@ class EngineLoop:
     """Loop around an engine. It owns the engine while run() runs.
 
     `deliver` is called in the thread of run(), with data that the engine does not share, and so is
-    `deliver_blocks`, before a step's updates. submit(), abort() and stop() may be called from any
-    thread; they take effect between two steps.
+    `deliver_blocks`, before a step's updates. `on_idle` is called there before the loop waits for
+    commands. submit(), abort() and stop() may be called from any thread; they take effect between
+    two steps.
 
     The engine's audits run while there is no other work. A request that arrives stops the audit
     that runs, which begins again later.
     """
 
     def __init__(
-        self, engine: Engine, deliver: Deliver, deliver_blocks: DeliverBlocks = ignore_blocks
+        self,
+        engine: Engine,
+        deliver: Deliver,
+        deliver_blocks: DeliverBlocks = ignore_blocks,
+        on_idle: Callable[[], None] = lambda: None,
     ) -> None:
         self.engine = engine
         self._auditor = engine.auditor
         self._deliver = deliver
         self._deliver_blocks = deliver_blocks
+        self._on_idle = on_idle
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sent: dict[str, int] = {}
         self._idle_events: list[threading.Event] = []
@@ -70,7 +76,8 @@ class EngineLoop:
 
         The error of a request that the engine refuses is delivered.
         """
-        self._commands.put(lambda: self._add(requests))
+        if requests:  # none would stop an audit too
+            self._commands.put(lambda: self._add(requests))
 
     def abort(self, request_id: str) -> None:
         """Abort a request. Nothing is delivered for it afterwards."""
@@ -126,11 +133,11 @@ class EngineLoop:
     def _serve(self) -> None:
         while self._take_commands():
             requests = self._auditor.take(self._step())
-            touched = [request for request in requests if self._has_news(request)]
+            updated = [request for request in requests if self._has_news(request)]
             self._emit_blocks()  # whoever reads an answer may rely on its blocks being published
             # Clients of finished requests wait for nothing else, so they are served first.
-            self._emit([one for one in touched if one.finish_reason is not None])
-            self._emit([one for one in touched if one.finish_reason is None])
+            self._emit([request for request in updated if request.finish_reason is not None])
+            self._emit([request for request in updated if request.finish_reason is None])
 
     def _emit_blocks(self) -> None:
         """Deliver the events of cached blocks, if there are any."""
@@ -153,6 +160,8 @@ class EngineLoop:
             is_idle = not (self.engine.has_work() or self._begin_audit())
             if is_idle or self._sent:
                 self._notify_idle()
+            if is_idle:
+                self._on_idle()
             try:
                 command = self._commands.get(block=is_idle)
             except queue.Empty:
@@ -166,11 +175,19 @@ class EngineLoop:
             self._idle_events.pop().set()
 
     def _begin_audit(self) -> bool:
-        """Add the next audit to the idle engine; return whether one waited."""
-        request = self._auditor.begin()
-        if request is not None:
-            self.engine.add(request)
-        return request is not None
+        """Add the next audit to the idle engine; return whether one runs.
+
+        An audit that the engine refuses is dropped.
+        """
+        while (request := self._auditor.begin()) is not None:
+            try:
+                self.engine.add(request)
+            except Exception:  # an audit never ends the engine
+                log.exception("the engine refused %s", request.id)
+                self._auditor.drop()
+            else:
+                return True
+        return False
 
     def _end_audit(self, request: Request | None) -> None:
         """Abort the request of an audit, if one ran."""
@@ -193,8 +210,7 @@ class EngineLoop:
         self._sent.pop(request_id, None)
 
     def _step(self) -> list[Request]:
-        """Run one iteration and return the requests that it touched; recover after a failed
-        one."""
+        """Run one iteration and return the requests that it updated. Recover where it fails."""
         self._began = time.monotonic()
         try:
             return self.engine.step()

@@ -1,6 +1,7 @@
 """Main program of an engine's process."""
 
 import contextlib
+import logging
 import os
 import pickle
 import threading
@@ -26,6 +27,7 @@ from lockstep.engine.messages import (
     EngineRequest,
     Failed,
     Heartbeat,
+    Idle,
     Progress,
     Ready,
     Report,
@@ -37,6 +39,8 @@ from lockstep.engine.stats import Stats
 from lockstep.errors import LockstepError
 from lockstep.scheduling.grammar import Grammar
 from lockstep.scheduling.request import Request
+
+log = logging.getLogger("lockstep.engine")
 
 HEARTBEAT_SECONDS = 0.25
 """Interval between two heartbeats."""
@@ -75,7 +79,9 @@ class _Host:
             return
         self._compile_limiter = CompileLimiter(self._engine.plan.max_num_seqs)
         self._engine.on_begin = self._report_begun
-        self._loop = EngineLoop(self._engine, self._deliver, self._deliver_blocks)
+        self._loop = EngineLoop(
+            self._engine, self._deliver, self._deliver_blocks, lambda: self._report(Idle())
+        )
         keep_from_collection()
         self._report(Ready(self._engine.facts, self._engine.executor.device_rates()))
         heartbeats = threading.Thread(
@@ -129,14 +135,17 @@ class _Host:
     def _read(self) -> None:
         """Execute commands; the server sends none before Ready.
 
-        Ends the process at once when the server is gone.
+        Ends the process at once when the server is gone, or a command cannot be executed: an engine
+        that takes no commands would serve nobody.
         """
         while True:
             try:
-                command = self._connection.recv()
+                self._execute(self._connection.recv())
             except (EOFError, OSError):
                 os._exit(0)
-            self._execute(command)
+            except Exception:
+                log.exception("a command of the server failed")
+                os._exit(1)
 
     def _execute(self, command: Command) -> None:
         if isinstance(command, Submit):

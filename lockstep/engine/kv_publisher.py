@@ -53,7 +53,7 @@ class BlockFormat:
         return cls(plan.page_size, {name: i for i, name in enumerate(plan.adapters, 1)})
 
 
-def encode_event(event: BlockEvent, facts: BlockFormat) -> dict[str, Any]:
+def encode_event(event: BlockEvent, block_format: BlockFormat) -> dict[str, Any]:
     """Return an event as a map of vLLM's fields, in vLLM's order."""
     if isinstance(event, BlocksCleared):
         return {"type": "AllBlocksCleared"}
@@ -69,8 +69,8 @@ def encode_event(event: BlockEvent, facts: BlockFormat) -> dict[str, Any]:
         "block_hashes": event.hashes,
         "parent_block_hash": event.parent,
         "token_ids": list(event.token_ids),
-        "block_size": facts.page_size,
-        "lora_id": facts.adapter_ids.get(event.adapter),
+        "block_size": block_format.page_size,
+        "lora_id": block_format.adapter_ids.get(event.adapter),
         "medium": event.medium,
         "lora_name": event.adapter or None,
         "extra_keys": event.extra_keys,
@@ -112,10 +112,10 @@ class KVEventPublisher:
             config.max_queue_size
         )
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
-        self._next = 0
+        self._next_number = 0
         self._has_gap = False
         self._is_closing = False
-        self._facts: BlockFormat | None = None
+        self._block_format: BlockFormat | None = None
         self._thread: threading.Thread | None = None
         self.num_batches = 0
         self.num_dropped = 0
@@ -137,9 +137,9 @@ class KVEventPublisher:
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_writer, False)
 
-    def start(self, facts: BlockFormat) -> None:
+    def start(self, block_format: BlockFormat) -> None:
         """Start the thread. Events queued before are published first."""
-        self._facts = facts
+        self._block_format = block_format
         self._thread = threading.Thread(target=self._run, name="lockstep-kv-events", daemon=True)
         self._thread.start()
 
@@ -222,16 +222,16 @@ class KVEventPublisher:
                 seconds, events = self._queue.get_nowait()
             except queue.Empty:
                 return
-            number = self._next.to_bytes(8, "big")
-            self._next += 1
-            batch = self._encode([seconds, [self._encoded(one) for one in events], self._rank])
+            number = self._next_number.to_bytes(8, "big")
+            self._next_number += 1
+            batch = self._encode([seconds, [self._encoded(event) for event in events], self._rank])
             self._sent.append((number, batch))
             # A PUB socket never blocks: it drops what a slow subscriber has no room for.
             self._events.send_multipart((self._topic, number, batch))
 
     def _encoded(self, event: BlockEvent) -> dict[str, Any] | list[Any]:
-        assert self._facts is not None
-        fields = encode_event(event, self._facts)
+        assert self._block_format is not None
+        fields = encode_event(event, self._block_format)
         return fields if self._config.event_format == "map" else list(fields.values())
 
     def _answer_replay(self) -> None:

@@ -138,6 +138,11 @@ class Began:
 
 
 @dataclass(frozen=True)
+class Idle:
+    """Report that the engine has nothing to do: it waits for commands."""
+
+
+@dataclass(frozen=True)
 class Compiled:
     """Report that the grammars of requests are compiled: the requests wait for rows again."""
 
@@ -184,12 +189,13 @@ class ChangedBlocks:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Report that the process lives. busy_for: seconds since the current step began. The histogram
-    lists of stats start anew with each.
+    """Report that the process lives. stalled_for: seconds since the current step began.
+
+    The histogram lists of stats start anew with each.
     """
 
     stats: Stats
-    busy_for: float
+    stalled_for: float
 
 
 @dataclass(frozen=True)
@@ -199,4 +205,15 @@ class Ended:
     why: str
 
 
-Report = Progress | Failed | Ready | Began | Compiled | Updates | ChangedBlocks | Heartbeat | Ended
+Report = (
+    Progress
+    | Failed
+    | Ready
+    | Began
+    | Idle
+    | Compiled
+    | Updates
+    | ChangedBlocks
+    | Heartbeat
+    | Ended
+)

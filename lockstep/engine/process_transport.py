@@ -30,6 +30,7 @@ from lockstep.engine.messages import (
     Ended,
     Failed,
     Heartbeat,
+    Idle,
     Progress,
     Ready,
     Report,
@@ -48,7 +49,7 @@ log = logging.getLogger("lockstep.engine")
 MAX_RESTARTS = 3
 RESTART_WINDOW = 600.0
 """Seconds in which MAX_RESTARTS restarts may happen of engines that were lost before any update,
-or without an open request. A restart does not cure a fault that repeats sooner.
+or while they had nothing to do. A restart does not cure a fault that repeats sooner.
 """
 STOP_SECONDS = 30.0
 """Seconds that stop() waits for the current step before it kills the process."""
@@ -169,9 +170,10 @@ class ProcessTransport:
         self._past_stats = Stats()
         self._stats = Stats()
         self._last_report = time.monotonic()
-        self._busy_for = 0.0
+        self._reported_stall = 0.0
         self._stopping = False
         self._has_served = False
+        self._is_working = False
         self._restart_times: deque[float] = deque(maxlen=MAX_RESTARTS)
         self._failed_requests = 0
         self._receiver: Receiver | None = None
@@ -198,7 +200,7 @@ class ProcessTransport:
         if self.restarting:
             return 0.0
         silence = time.monotonic() - self._last_report
-        return self._busy_for + (silence if silence > 2 * HEARTBEAT_SECONDS else 0.0)
+        return self._reported_stall + (silence if silence > 2 * HEARTBEAT_SECONDS else 0.0)
 
     def start(self, receiver: Receiver) -> None:
         """See Transport."""
@@ -256,7 +258,18 @@ class ProcessTransport:
         raise EngineDeadError(f"the engine did not start: {self._child.reap()}.")
 
     def _supervise(self) -> None:
-        """Serve with one engine after the other."""
+        """Serve until no engine follows, and end the requests."""
+        assert self._receiver is not None
+        try:
+            fault = self._serve_with_restarts()
+        except BaseException:  # else all requests would wait for ever
+            log.exception("the engine's reports cannot be handled")
+            fault = "its reports could not be handled"
+            self._child.reap()
+        self._receiver.ended(SHUT_DOWN if self._stopping else fault, not self._stopping)
+
+    def _serve_with_restarts(self) -> str:
+        """Serve with one engine after the other; return how the last one ended."""
         assert self._receiver is not None
         fault = self._serve()
         while not self._stopping:
@@ -266,7 +279,7 @@ class ProcessTransport:
                 break
             log.error("the engine process ended (%s); restarting it", fault)
             fault = self._restart(loss)
-        self._receiver.ended(SHUT_DOWN if self._stopping else fault, not self._stopping)
+        return fault
 
     def _serve(self) -> str:
         """Deliver an engine's reports until it stops or is lost, and return the reason."""
@@ -291,7 +304,7 @@ class ProcessTransport:
         assert self._receiver is not None
         self._last_report = time.monotonic()
         if isinstance(report, Updates):
-            self._busy_for = 0.0
+            self._reported_stall = 0.0
             self._has_served = self._has_served or any(
                 isinstance(item, TokenUpdate) for _, item in report.updates
             )
@@ -299,11 +312,14 @@ class ProcessTransport:
         elif isinstance(report, ChangedBlocks):
             self._receiver.blocks(report.events)
         elif isinstance(report, Began):
+            self._is_working = True
             self._receiver.begun(report.ids)
+        elif isinstance(report, Idle):
+            self._is_working = False
         elif isinstance(report, Compiled):
             self._receiver.compiled(report.ids)
         elif isinstance(report, Heartbeat):
-            self._busy_for = report.busy_for
+            self._reported_stall = report.stalled_for
             with self._counting:
                 self._stats = report.stats.after(self._stats.only_histograms())
         return report.why if isinstance(report, Ended) else None
@@ -311,10 +327,11 @@ class ProcessTransport:
     def _may_restart(self, loss: Loss) -> bool:
         """Return whether an engine may follow the lost one; count the restart if it must.
 
-        Where the lost engine had updates for requests that go on, its successor continues a work
-        that gets done. A loss that ends a request is explained by it, with those before it.
+        Where the lost engine had updates for requests, and requests go on or an audit ran, its
+        successor continues a work that gets done. A loss that ends a request is explained by it,
+        with those before it.
         """
-        if self._has_served and loss.num_open + loss.num_ended:
+        if self._has_served and (self._is_working or loss.num_open or loss.num_ended):
             self._restart_times.clear()
             self._failed_requests = 0
             return True
@@ -347,13 +364,14 @@ class ProcessTransport:
             )
             self._stats = Stats()
         self._has_served = False
-        self._child = _Child(self._make, self._step_seconds)
+        self._is_working = False
         try:
+            self._child = _Child(self._make, self._step_seconds)
             self._until_ready(lambda what, done, of: None)
-        except Exception as error:
+        except Exception as error:  # of a lack of memory or descriptors, too
             self._child.reap()
             return f"it could not be started again: {error}"
-        self._busy_for = 0.0
+        self._reported_stall = 0.0
         self.restarting = False
         return self._serve()
 

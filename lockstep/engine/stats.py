@@ -22,16 +22,17 @@ class DecodeStep(NamedTuple):
 class Stats:
     """Totals since the start, current gauges, and histogram lists that readers drain.
 
-    drafts_total: rows of steps with drafts. accepted_at: accepted drafts by their index in a row.
-    restarts_total: engines that were lost and restarted. resumed_total: requests that went on after
-    the engine failed while it ran them. host_pages: size of the host tier of the
-    cache. offloaded, fetched: pages and snapshots copied to the host tier and back.
-    iteration_tokens: prompt and generated tokens of each step. host_hits_total: those
-    prefix_hits_total tokens whose pages came back from the host tier. kv_event_batches_total,
-    kv_event_batches_dropped_total: batches of KV events that were published, and dropped since the
-    publisher's queue was full. audited_requests_total, audit_differences_total: ended requests
-    that ran again, and those of them whose answers differed. audits_dropped_total: requests that
-    were chosen for an audit and did not run again.
+    drafts_total: rows of steps with drafts (vLLM's name); draft_tokens_total: their drafts.
+    accepted_at: accepted drafts by their index in a row. restarts_total: engines that were lost and
+    restarted. resumed_total: requests that went on after the engine failed while it ran them.
+    host_pages: size of the host tier of the cache. offloaded, fetched: pages and snapshots copied
+    to the host tier and back. iteration_tokens: prompt and generated tokens of each step.
+    host_hits_total: those prefix_hits_total tokens whose pages came back from the host tier.
+    kv_event_batches_total, kv_event_batches_dropped_total: batches of KV events that were
+    published, and dropped since the publisher's queue was full. audited_requests_total,
+    audit_differences_total: ended requests that ran again, and those of them whose answers
+    differed. audits_dropped_total: requests that were chosen for an audit and did not run again.
+    num_audit_records: files about differences, those of earlier engines included.
     """
 
     num_running: int = 0
@@ -42,6 +43,7 @@ class Stats:
     host_pages_used: int = 0
     host_pages: int = 0
     num_audits_pending: int = 0
+    num_audit_records: int = 0
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
     draft_tokens_total: int = 0
@@ -72,14 +74,14 @@ class Stats:
     iteration_tokens: list[int] = field(default_factory=list)
     decode_steps: list[DecodeStep] = field(default_factory=list)
 
-    KEEP = 10_000
+    MAX_VALUES = 10_000
 
     def observe(self, name: str, value: Any) -> None:
-        """Append to a histogram list; the oldest values go when nobody drains it."""
+        """Append to a histogram list. Where nobody drains it, the oldest values are dropped."""
         values = getattr(self, name)
         values.append(value)
-        if len(values) > self.KEEP:
-            del values[: self.KEEP // 2]  # in bulk, so that the cost per value is constant
+        if len(values) > self.MAX_VALUES:
+            del values[: self.MAX_VALUES // 2]  # in bulk, so that the cost per value is constant
 
     def drain(self) -> "Stats":
         """Return a copy that shares nothing; the histogram lists move into it."""
@@ -95,7 +97,7 @@ class Stats:
         added = {name: getattr(earlier, name) + getattr(self, name) for name in totals}
         lists = {name: getattr(earlier, name) + getattr(self, name) for name in HISTOGRAMS}
         for values in lists.values():
-            del values[: -self.KEEP]
+            del values[: -self.MAX_VALUES]
         pairs = zip_longest(earlier.accepted_at, self.accepted_at, fillvalue=0)
         return replace(self, accepted_at=tuple(a + b for a, b in pairs), **added, **lists)
 
@@ -113,8 +115,8 @@ class Stats:
 
 
 GAUGES = tuple(
-    one.name
-    for one in fields(Stats)
-    if not (one.name.endswith("_total") or one.name in (*HISTOGRAMS, "accepted_at"))
+    entry.name
+    for entry in fields(Stats)
+    if not (entry.name.endswith("_total") or entry.name in (*HISTOGRAMS, "accepted_at"))
 )
 """Fields of Stats that describe an engine at present."""

@@ -8,6 +8,7 @@ from lockstep.scheduling.request import Request
 
 class TokenUpdate(NamedTuple):
     """New tokens of a request, and its state after them. It shares no data with the engine.
+
     finish_reason: set on the last update. error: message for the client where finish_reason is
     "error". prompt_logprobs: set with the first tokens only. token_sources: one per new token.
     """

@@ -10,8 +10,6 @@ from typing import Any
 from lockstep.errors import ConfigError, choice_error
 from lockstep.settings import FACTORS
 
-SWITCHED: Mapping[str, bool] = {"true": True, "false": False}
-
 
 class Kind(Enum):
     """Treatment of a flag: it sets something, it is ignored with a note, or it is an error."""
@@ -107,7 +105,7 @@ def read_value(flag: Flag, shown: str, written: list[str]) -> Any:
         raise choice_error(ConfigError, shown, written, "one value", "Write one.")
     text = written[0] if written else ""
     if flag.form is Form.SWITCH:
-        return _one_of(SWITCHED, shown, text.lower()) if written else True
+        return _switch(shown, text) if written else True
     if flag.form is Form.MANY:
         return _many(written)
     if text in flag.means:
@@ -142,10 +140,10 @@ def _number(shown: str, text: str) -> int | float:
     raise choice_error(ConfigError, shown, text, "a number", "Write one.")
 
 
-def _one_of(known: Mapping[str, bool], shown: str, text: str) -> bool:
-    if text not in known:
+def _switch(shown: str, text: str) -> bool:
+    if text.lower() not in ("true", "false"):
         raise choice_error(ConfigError, shown, text, "no value, true or false", "Leave it out.")
-    return known[text]
+    return text.lower() == "true"
 
 
 def _json(text: str) -> Any:

@@ -7,13 +7,14 @@ from typing import Any
 from lockstep.errors import ConfigError, choice_error
 from lockstep.flags.flag import Flag, Form, Kind
 
-LEFT_OUT = "Leave it out."
+LEAVE_OUT = "Leave it out."
 
 
 class FlagSetter:
     """Collector of the settings that flags have set.
 
-    values: settings so far. repeatable: settings to which each occurrence of a flag adds a value.
+    values: settings so far. repeatable: settings to which each occurrence of a flag adds a value;
+    the first one of a source replaces those of earlier sources.
     note: called with the reason why a flag has no effect.
     """
 
@@ -21,19 +22,19 @@ class FlagSetter:
         self.values: dict[str, Any] = {}
         self._repeatable = repeatable
         self._note = note
-        self._fresh: set[str] = set()
+        self._set_by_source: set[str] = set()
 
     def start_source(self) -> None:
         """Begin another source of flags: its values replace those of the sources before."""
-        self._fresh.clear()
+        self._set_by_source.clear()
 
     def apply(self, flag: Flag, shown: str, value: Any) -> None:
         """Check a value and set its setting.
 
         shown: the flag as the user wrote it, for errors. Raises ConfigError.
         """
-        value = _named(flag, value)
-        if any(_alike(value, one) for one in flag.same):
+        value = _table_spelling(flag, value)
+        if any(_is_equal(value, known) for known in flag.same):
             self._undo(flag)
             return
         if not flag.takes(value):
@@ -43,7 +44,7 @@ class FlagSetter:
         elif flag.form is Form.JSON and flag.keys:
             self._apply_object(flag, shown, value)
         elif flag.setting:
-            self._assign(flag.setting, _meant(flag, value))
+            self._assign(flag.setting, _setting_value(flag, value))
 
     def apply_key(self, flag: Flag, shown: str, key: str, value: Any) -> None:
         """Apply a key of a flag that takes an object.
@@ -51,7 +52,7 @@ class FlagSetter:
         A key that the table does not know goes to the flag's setting, which checks it. shown: the
         flag and the key, for errors. Raises ConfigError.
         """
-        known = {one.name: one for one in flag.keys}
+        known = {entry.name: entry for entry in flag.keys}
         if key in known:
             self.apply(known[key], shown, value)
         elif flag.kind is not Kind.ACTS:
@@ -59,10 +60,10 @@ class FlagSetter:
         elif flag.setting:
             self._assign(f"{flag.setting}.{key}", value)
         else:
-            near = get_close_matches(key, known, n=1)
-            meant = f" Did you mean {near[0]}?" if near else ""
+            matches = get_close_matches(key, known, n=1)
+            suggestion = f" Did you mean {matches[0]}?" if matches else ""
             what = f"{shown.removesuffix(f'.{key}')} key"
-            raise choice_error(ConfigError, what, key, ", ".join(known), LEFT_OUT + meant)
+            raise choice_error(ConfigError, what, key, ", ".join(known), LEAVE_OUT + suggestion)
 
     def _apply_object(self, flag: Flag, shown: str, value: Any) -> None:
         """Apply an object key by key; another value goes to the setting, which checks it."""
@@ -86,12 +87,12 @@ class FlagSetter:
             before = self.values.get(name)
             self.values[name] = before if isinstance(before, dict) else {}
             _merge(self.values[name], {key: value})
-        elif name in self._repeatable and name in self._fresh:
+        elif name in self._repeatable and name in self._set_by_source:
             self.values[name] += value if isinstance(value, list) else [value]
         else:
             starts_list = name in self._repeatable and not isinstance(value, list)
             self.values[name] = [value] if starts_list else value
-            self._fresh.add(name)
+            self._set_by_source.add(name)
 
     def _undo(self, flag: Flag) -> None:
         """Remove a value that the flag itself has set before, such as in a file."""
@@ -99,7 +100,7 @@ class FlagSetter:
             del self.values[flag.setting]
 
 
-def _alike(value: Any, other: Any) -> bool:
+def _is_equal(value: Any, other: Any) -> bool:
     """Return whether two values are equal and both or neither are bool.
 
     A value of another type, such as an array, equals no value of the table.
@@ -109,16 +110,17 @@ def _alike(value: Any, other: Any) -> bool:
     return isinstance(value, bool) is isinstance(other, bool) and bool(value == other)
 
 
-def _named(flag: Flag, value: Any) -> Any:
+def _table_spelling(flag: Flag, value: Any) -> Any:
     """Return a text in the table's spelling if it differs from that only in upper case."""
     if not isinstance(value, str):
         return value
     names = [n for n in (*flag.means, *flag.allowed, *flag.same) if isinstance(n, str)]
-    alike = [name for name in names if name.lower() == value.lower()]
-    return value if value in names or not alike else alike[0]
+    if value in names:
+        return value
+    return next((name for name in names if name.lower() == value.lower()), value)
 
 
-def _meant(flag: Flag, value: Any) -> Any:
+def _setting_value(flag: Flag, value: Any) -> Any:
     """Return the value of the setting for a value of the flag."""
     known = isinstance(value, (str, int)) and value in flag.means
     return flag.means[value] if known else value

@@ -15,6 +15,8 @@ from lockstep.errors import ConfigError, choice_error
 
 HOPPER = 90
 """Architecture on which tiles are measured. Triton's interpreter uses its tiles too."""
+WARP_SIZE = 32
+"""Threads of a warp."""
 KIB = 1 << 10
 
 

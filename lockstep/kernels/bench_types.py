@@ -40,14 +40,14 @@ class LatentShape:
     """Dimensions of multi-head latent attention (MLA).
 
     queries: rank of the query latent (q_lora_rank). latent: rank of the cached latent
-    (kv_lora_rank). rope: dims with rotary embedding. plain: dims of a head without it. value: dims
+    (kv_lora_rank). rope, nope: dims of a head with and without rotary embedding. value: dims
     of a head's output.
     """
 
     queries: int
     latent: int
     rope: int
-    plain: int
+    nope: int
     value: int
 
 

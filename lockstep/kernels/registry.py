@@ -34,13 +34,17 @@ class Backend(NamedTuple):
 class Op:
     """Op with its backends. Calling it runs the reference.
 
-    writes: names of the arguments that the op changes in place.
+    writes: names of the arguments that the op changes in place. needed_for: what engines that need
+    the op have and others lack, e.g. experts; "" for an op without such a condition.
     """
 
-    def __init__(self, reference: Function, writes: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, reference: Function, writes: tuple[str, ...] = (), needed_for: str = ""
+    ) -> None:
         self.name = reference.__name__
         self.reference = reference
         self.writes = writes
+        self.needed_for = needed_for
         self.__doc__ = reference.__doc__
         self.backends: dict[str, Backend] = {
             "reference": Backend(reference, _reference_supports),
@@ -87,13 +91,13 @@ def op(reference: Function) -> Op: ...
 
 
 @overload
-def op(*, writes: tuple[str, ...]) -> Callable[[Function], Op]: ...
+def op(*, writes: tuple[str, ...] = (), needed_for: str = "") -> Callable[[Function], Op]: ...
 
 
 def op(
-    reference: Function | None = None, *, writes: tuple[str, ...] = ()
+    reference: Function | None = None, *, writes: tuple[str, ...] = (), needed_for: str = ""
 ) -> Op | Callable[[Function], Op]:
-    """Turn a reference function into an op. writes: names of arguments changed in place."""
+    """Turn a reference function into an op. writes, needed_for: see Op."""
     if reference is not None:
         return Op(reference)
-    return lambda function: Op(function, writes)
+    return lambda function: Op(function, writes, needed_for)

@@ -92,7 +92,7 @@ ROWS: dict[Op, Rows] = {
 }
 
 
-def count(op: Op, arguments: Arguments) -> int:
+def count_rows(op: Op, arguments: Arguments) -> int:
     """Return the number of rows of the arguments."""
     spec = ROWS[op]
     if spec.ragged:
@@ -101,7 +101,7 @@ def count(op: Op, arguments: Arguments) -> int:
     return arguments[first].shape[row_dim(op, arguments, first)]
 
 
-def take(op: Op, arguments: Arguments, rows: list[int]) -> tuple[Arguments, Tensor]:
+def take_rows(op: Op, arguments: Arguments, rows: list[int]) -> tuple[Arguments, Tensor]:
     """Return (the same call with only these rows, in this order; the indices of their lines in the
     result).
 

@@ -179,7 +179,7 @@ def check_forced(forced: Mapping[str, str]) -> None:
             allowed = ", ".join(sorted(ops))
             raise choice_error(ConfigError, "kernels", name, allowed, "Name one of these ops.")
         known = ops[name].backends
-        promising = [one for one, entry in known.items() if entry.opt_in_reason is None]
+        promising = [backend for backend, entry in known.items() if entry.opt_in_reason is None]
         if backend not in promising:
             entry = known.get(backend)
             why = "" if entry is None else f" ({backend}: {entry.opt_in_reason})"

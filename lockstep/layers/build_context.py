@@ -80,9 +80,10 @@ class BuildContext:
     GPU that is not present, such as 86; None for the device's. kv: KV cache format of each layer.
     state_dtype: dtype of recurrent state between steps. group: the tensor-parallel ranks. adapters:
     those that linear layers make room for. shards, quantized_shards: of the parameters and
-    quantized weights that are cut across ranks, by their id(). kernels: rules by which backends are
-    chosen. needs: kernels of the layers. replacements: of sick backends. redefined: "op=backend"
-    of backends with other bits than those that serve by default.
+    quantized weights that are cut across ranks, by their id(). choices: backend of each op of each
+    layer. probed: cuBLAS probes by N, K and dtype, shared by layers of one size. kernels: rules by
+    which backends are chosen. needs: kernels of the layers. replacements: of sick backends.
+    redefined: "op=backend" of backends with other bits than those that serve by default.
     """
 
     device: str
@@ -214,9 +215,10 @@ class BuildContext:
         return by_linear and (dequantizes or self.product_of(weight) is fp8_linear)
 
     @property
-    def quantizes_embeddings(self) -> bool:
-        """Return whether the checkpoint may have a quantized embedding."""
-        return self.weight_format is not None and self.weight_format.reader_dequantizes
+    def head_loads_embedding(self) -> bool:
+        """Return whether a tied head loads the tensor of an embedding that may be quantized."""
+        may_be_quantized = self.weight_format is not None and self.weight_format.reader_dequantizes
+        return self.device == "cpu" and may_be_quantized
 
     def op(self, op: Op, **traits: Any) -> Callable[..., Any]:
         """Choose the backend of an op for these traits and return its function."""
@@ -305,7 +307,7 @@ class BuildContext:
     def linear_op(self, op: Op, n: int, k: int, quantized: str = "") -> Callable[..., Any]:
         """Return the kernel of a weight [n, k]: canonical, or the fastest for a drafter.
 
-        On a GPU cuBLAS may serve where lockstep.layers.linear.probe finds the canonical bits.
+        On a GPU cuBLAS may serve where lockstep.kernels.linear.probe finds the canonical bits.
         quantized: class name of a quantized weight, "" for a plain one.
         """
         if not self.exact and not quantized:
@@ -336,8 +338,7 @@ class BuildContext:
 
     def quantized_weight(self, n: int, k: int, layout: Layout) -> QuantizedWeight:
         """Return an unfilled quantized weight [n, k]."""
-        size = layout.empty(n, k, "meta").nbytes
-        self._reserve(size, (n, k))
+        self._reserve(layout.empty(n, k, "meta").nbytes, (n, k))
         return layout.empty(n, k, self.device)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:

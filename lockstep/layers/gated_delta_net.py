@@ -112,7 +112,7 @@ class GatedDeltaNet(nn.Module):
         )
         run = self._prompt if ctx.shape.prompt else self._generated
         o = run(mixed, z, b, a, weights, ctx)
-        return self.out(o.flatten(-2).flatten(0, -2), ctx)
+        return self.out(o.reshape(len(x), -1), ctx)
 
     def _prompt(
         self,
@@ -148,8 +148,8 @@ class GatedDeltaNet(nn.Module):
     ) -> Tensor:
         # Generated steps are uniform: every row has query_len tokens.
         window = (ctx.shape.rows, ctx.shape.query_len)
-        mixed, z, b, a = (t.unflatten(0, window) for t in (mixed, z, b, a))
-        z = z.unflatten(-1, (self.value_heads, self.value_dim))
+        mixed, b, a = (t.view(*window, -1) for t in (mixed, b, a))
+        z = z.view(*window, self.value_heads, self.value_dim)
         where = (ctx.state_slots, ctx.starts, ctx.folded)
         committed = ctx.committed if ctx.shape.forced else None
         return self.step_op(

@@ -38,19 +38,19 @@ class AbsorbedHeads(nn.Module):
         self,
         build: BuildContext,
         heads: int,
-        plain: int,
+        nope_dim: int,
         latent: int,
         value: int,
         rotation: HadamardRotation | None,
     ) -> None:
         super().__init__()
         self.rotation = rotation
-        self.widths = (plain, value)
-        columns = Columns.heads(heads, plain + value)
+        self.widths = (nope_dim, value)
+        columns = Columns.heads(heads, nope_dim + value)
         total_heads = heads
         heads = len(build.rank.heads(heads))
         self.dtype = build.dtype
-        self.keys = build.matrices(heads, latent, plain)
+        self.keys = build.matrices(heads, latent, nope_dim)
         self.values = build.matrices(heads, value, latent)
         owned = Columns.heads(total_heads).ranges(build.rank)
         build.cut(self.keys, owned, total_heads)
@@ -63,7 +63,7 @@ class AbsorbedHeads(nn.Module):
         for part in self.quantized_parts:
             layout = build.layout(self.module.whole)
             build.cut_quantized(part, layout, self.module.ranges, self.module.whole_outputs)
-        self.query = build.op(head_linear, heads=heads, inputs=plain, outputs=latent)
+        self.query = build.op(head_linear, heads=heads, inputs=nope_dim, outputs=latent)
         self.out = build.op(head_linear, heads=heads, inputs=latent, outputs=value)
 
     def absorb(self, q: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class LatentAttention(nn.Module):
     Args:
         q_rank: width of the queries' latent; None if one projection makes the queries.
         latent: width of the cached latent (kv_lora_rank).
-        plain, turned: dims of a head's query without and with rotary position
+        nope_dim, rope_dim: dims of a head's query without and with rotary position
             (qk_nope_head_dim, qk_rope_head_dim).
         value: dims of a head's output.
         scale: factor of the scores.
@@ -126,19 +126,19 @@ class LatentAttention(nn.Module):
         *,
         q_rank: int | None,
         latent: int,
-        plain: int,
-        turned: int,
+        nope_dim: int,
+        rope_dim: int,
         value: int,
         rotary: Rotary,
         scale: float,
     ) -> None:
         super().__init__()
-        queries = Columns.heads(heads, plain + turned)
+        queries = Columns.heads(heads, nope_dim + rope_dim)
         values = Columns.heads(heads, value)
         self.heads = len(build.rank.heads(heads))
         self.latent = latent
-        self.plain = plain
-        self.turned = turned
+        self.nope_dim = nope_dim
+        self.rope_dim = rope_dim
         self.scale = scale
         self.dtype = build.dtype
         self.rotary = rotary
@@ -147,18 +147,18 @@ class LatentAttention(nn.Module):
             query_down = {"q_proj": queries}
         inputs, outputs = (hidden, hidden) if isinstance(hidden, int) else hidden
         # One GEMM reads x: the query's (latent) projection and the latents with their rotary keys.
-        self.down = Linear(build, inputs, query_down | {"kv_a_proj_with_mqa": latent + turned})
+        self.down = Linear(build, inputs, query_down | {"kv_a_proj_with_mqa": latent + rope_dim})
         self.q_norm = None if q_rank is None else RMSNorm(build, q_rank, NORM_EPS)
         self.q_up = None if q_rank is None else Linear(build, q_rank, {"q_b_proj": queries})
         self.kv_norm = Norm(build, latent, NORM_EPS)
         self.quantizer = latent_quantizer(build.kv.of(build.layer), latent, build.kv.setting)
         rotation = None if self.quantizer is None else self.quantizer.rotation
-        self.absorbed = AbsorbedHeads(build, heads, plain, latent, value, rotation)
+        self.absorbed = AbsorbedHeads(build, heads, nope_dim, latent, value, rotation)
         self.out = PartialLinear(build, values, {"o_proj": Columns.of(outputs)})
-        sizes = dict(latent=latent, rope=turned)
+        sizes = dict(latent=latent, rope=rope_dim)
         quantizers = None if self.quantizer is None else (self.quantizer,)
         self.rope = build.op(
-            latent_rope_and_cache, heads=self.heads, plain=plain, **sizes, quantizers=quantizers
+            latent_rope_and_cache, heads=self.heads, nope=nope_dim, **sizes, quantizers=quantizers
         )
         self.attend = build.op(latent_attention, heads=self.heads, **sizes, quantizers=quantizers)
 
@@ -166,7 +166,7 @@ class LatentAttention(nn.Module):
         """Write the cache entries of x [T, H] without computing any output. For drafters."""
         # Queries without heads: the op writes the cache and rotates nothing else.
         kv = self.down.from_part(1, x)
-        self._rotate_and_cache(kv.new_empty(len(kv), 0, self.plain + self.turned), kv, ctx)
+        self._rotate_and_cache(kv.new_empty(len(kv), 0, self.nope_dim + self.rope_dim), kv, ctx)
 
     def _rotate_and_cache(self, q: Tensor, kv: Tensor, ctx: StepContext) -> Tensor:
         """Return the rotated part [T, H, R] of queries [T, H, N + R], and write the latents kv [T,
@@ -189,11 +189,11 @@ class LatentAttention(nn.Module):
         q, kv = self.down.parts(x, ctx)
         if self.q_norm is not None and self.q_up is not None:
             q = self.q_up(self.q_norm(q), ctx)
-        q = q.unflatten(1, (self.heads, self.plain + self.turned))
-        turned = self._rotate_and_cache(q, kv, ctx)
+        q = q.unflatten(1, (self.heads, self.nope_dim + self.rope_dim))
+        q_rope = self._rotate_and_cache(q, kv, ctx)
         mixed = self.attend(
-            self.absorbed.absorb(q[..., : self.plain]),
-            turned,
+            self.absorbed.absorb(q[..., : self.nope_dim]),
+            q_rope,
             self.latents,
             self.ropes,
             ctx.page_table,
@@ -215,10 +215,10 @@ class LatentAttention(nn.Module):
     @property
     def key_flops(self) -> int:
         """Operations per token and key: C + R (score) and C (output) multiply-adds per head."""
-        return 2 * self.heads * (2 * self.latent + self.turned)
+        return 2 * self.heads * (2 * self.latent + self.rope_dim)
 
     def cache_spec(self) -> Spec:
-        return latent_spec(self.latent, self.turned, self.dtype, self.quantizer)
+        return latent_spec(self.latent, self.rope_dim, self.dtype, self.quantizer)
 
     def bind(self, storage: dict[str, Tensor]) -> None:
         self.latents, self.ropes = latent_caches(storage, self.latent, self.quantizer)

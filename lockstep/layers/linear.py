@@ -49,10 +49,13 @@ class Weight(nn.Module):
 
     Args:
         row_groups: consecutive row ranges of the checkpoint with one storage format.
-        existing: share this weight instead of allocating one.
+        existing: share this parameter, or the storage of a weight that is finished earlier, instead
+            of allocating one.
 
     Attributes:
         weight, quantized, prepacked: the storage; exactly one is set once weights are loaded.
+        shared: the weight whose storage this one has, if any. In a tuple, so that nn.Module does
+            not register it as a submodule.
         load_buffers: quantized groups until they are dequantized, by their first row.
         by_linear: whether the op linear multiplies by the weight.
     """
@@ -64,15 +67,21 @@ class Weight(nn.Module):
         build: BuildContext,
         k: int,
         row_groups: Sequence[RowGroup],
-        existing: nn.Parameter | QuantizedWeight | PrepackedWeight | None = None,
+        existing: "nn.Parameter | Weight | None" = None,
     ) -> None:
         super().__init__()
         n = sum(rows for _, rows in row_groups)
         self.shape = (n, k)
         self.dtype = build.dtype
-        self.weight = existing if isinstance(existing, nn.Parameter) else None
-        self.quantized = existing if isinstance(existing, QuantizedWeight) else None
+        self.shared: tuple[Weight, ...] = ()
+        self.weight: nn.Parameter | None = None
+        self.quantized: QuantizedWeight | None = None
         self.prepacked: PrepackedWeight | None = None
+        if isinstance(existing, Weight):
+            self.shared = (existing,)
+            self.weight, self.quantized = existing.weight, existing.quantized
+        else:
+            self.weight = existing
         self.load_buffers: dict[int, QuantizedWeight] = {}
         if existing is not None:
             return
@@ -141,7 +150,7 @@ class Weight(nn.Module):
             target = self.weight.data[begin // rows : end // rows]
             target.copy_(part.dequantize(self.dtype).view(target.shape))
         self.load_buffers = {}
-        if self.quantized is not None:
+        if self.quantized is not None and not self.shared:
             self.quantized.finalize()
 
 
@@ -170,7 +179,7 @@ class Gemm(Weight):
         k: int,
         row_groups: Sequence[RowGroup],
         *,
-        existing: nn.Parameter | QuantizedWeight | PrepackedWeight | None = None,
+        existing: nn.Parameter | Weight | None = None,
         total: int | None = None,
         allow_partials: bool = False,
     ) -> None:
@@ -205,7 +214,9 @@ class Gemm(Weight):
         if self.prepack is None:
             return
         if self.quantized is not None:
-            self.prepacked = self.prepack(self.quantized)
+            # A weight that is shared was prepacked by the layer that has loaded it.
+            prepacked = [weight.prepacked for weight in self.shared]
+            self.prepacked = prepacked[0] if prepacked else self.prepack(self.quantized)
             self.quantized = None
         elif self.weight is not None:
             self.prepacked = self.prepack(self.weight.data)
@@ -409,8 +420,10 @@ class Linear(nn.Module):
 
     def _columns_from(self, x: Tensor, begin: int) -> Tensor:
         """Return the output columns from `begin` on."""
-        if len(self.gemms) == 1:
-            y = self.gemms[0](x, begin)
+        # Unpacking iterates over the modules: an index and a length take 3 us more.
+        first_gemm, *other_gemms = self.gemms
+        if not other_gemms:
+            y = first_gemm(x, begin)
         else:
             y = torch.empty(len(x), sum(self.outputs) - begin, dtype=self.dtype, device=x.device)
             for gemm, (first, last) in zip(self.gemms, pairwise(self.gemm_begins), strict=True):
@@ -537,11 +550,15 @@ class VocabularyShard:
 class Embedding(nn.Module):
     """ids [T] -> [T, H]. Draft ids of -1 are clamped by the row table, so every id is in range.
 
-    A rank stores a range of the vocabulary; the rows of other ranks come by the exchange.
+    A rank stores a range of the vocabulary; the rows of other ranks come by the exchange. name: of
+    the module in the checkpoint.
     """
 
-    def __init__(self, build: BuildContext, vocab: int, hidden: int) -> None:
+    def __init__(
+        self, build: BuildContext, vocab: int, hidden: int, name: str = "embed_tokens"
+    ) -> None:
         super().__init__()
+        self.name = name
         self.columns = Columns.vocabulary(vocab)
         self.rank = build.rank
         self.shard = VocabularyShard(build, vocab, hidden)
@@ -552,10 +569,9 @@ class Embedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         return self.shard.lookup(ids, lambda local: self.weight[local])
 
-    @property
-    def sink(self) -> Target:
-        """Destination of the checkpoint's embedding."""
-        return row_sink(self.weight, self.columns, self.rank)
+    def weights(self) -> dict[str, Target]:
+        """Map the checkpoint's tensor to its destination."""
+        return {f"{self.name}.weight": row_sink(self.weight, self.columns, self.rank)}
 
 
 class Head(Gemm):
@@ -564,9 +580,10 @@ class Head(Gemm):
     The columns are cut across ranks, and `logit_shard` says which logits this rank returns.
 
     Args:
-        existing: the embedding's weight (tied), or another head's, instead of allocating one.
-        embedding: name of the embedding in the checkpoint, if `existing` is its weight. On a CPU
-            that dequantizes where it multiplies, the head is the quantized embedding instead.
+        existing: another head, or rows of one, whose weight this one has.
+        embedding: the embedding whose weight this one has (tied). On a CPU that dequantizes where
+            it multiplies, the head loads the quantized tensor, and fills the embedding with its
+            values.
     """
 
     keeps_plain = True
@@ -576,23 +593,25 @@ class Head(Gemm):
         build: BuildContext,
         vocab: int,
         hidden: int,
-        existing: nn.Parameter | QuantizedWeight | PrepackedWeight | None = None,
-        embedding: str = "",
+        existing: "nn.Parameter | Head | None" = None,
+        embedding: Embedding | None = None,
     ) -> None:
         columns = Columns.vocabulary(vocab)
         self.weight_format = build.weight_format
-        self.name = "lm_head"
+        self.name = "lm_head" if embedding is None else embedding.name
         self.module = build.module(self.name, columns, hidden)
-        layout = None if existing is not None else build.layout(self.module, by_linear=True)
-        if embedding and build.device == "cpu" and build.quantizes_embeddings:
-            module = build.module(embedding, columns, hidden)
-            layout = build.layout(module, by_linear=True)
-            if layout is not None:
-                self.name, self.module, existing = embedding, module, None
+        layout = None
+        if existing is None and (embedding is None or build.head_loads_embedding):
+            layout = build.layout(self.module, by_linear=True)
+        if embedding is not None and layout is None:
+            existing = embedding.weight
         groups = [(layout, self.module.outputs)]
         super().__init__(build, hidden, groups, existing=existing, total=vocab)
-        if existing is None:
+        self.loads = existing is None
+        if self.loads:
             cut_weight(build, self, [self.module])
+        # In a tuple, so that nn.Module does not register the embedding as a submodule.
+        self.fills = (embedding,) if embedding is not None and self.loads else ()
         self.shard = VocabularyShard(build, vocab, hidden)
         self.logit_shard = shard = build.logit_shard(columns)
         if shard.ranks > 1:
@@ -619,9 +638,19 @@ class Head(Gemm):
         return rows
 
     def weights(self) -> dict[str, Target]:
-        """Map the tensors of a head that shares no weight to their destinations."""
+        """Map the checkpoint's tensors to their destinations; none if the head shares a weight."""
+        if not self.loads:
+            return {}
         rows = self.stored_rows(0, self.shape[0])
         return weight_sinks(self.name, rows, self.weight_format, self.module)
+
+    def finish(self) -> None:
+        """Fill the embedding where the head has loaded its tensor, and finish the weight."""
+        for embedding in self.fills:
+            quantized = self.stored
+            assert isinstance(quantized, QuantizedWeight), "an embedding loads a plain tensor"
+            embedding.weight.data.copy_(quantized.dequantize(self.dtype))
+        super().finish()
 
 
 def probe(

@@ -15,14 +15,7 @@ class GatedMLP(nn.Module):
     Gate and up are one weight. With several ranks the delta has this rank's columns.
     """
 
-    def __init__(
-        self,
-        build: BuildContext,
-        hidden: int,
-        inner: int,
-        *,
-        bias: bool = False,
-    ) -> None:
+    def __init__(self, build: BuildContext, hidden: int, inner: int, *, bias: bool = False) -> None:
         super().__init__()
         columns = Columns.of(inner)
         self.gate_up = Linear(

@@ -99,7 +99,7 @@ class ExpertWeight(Weight):
         self.weight_format = build.weight_format
         self.experts = experts
         self.top_k = top_k
-        columns = Columns(tuple(part for one in outputs.values() for part in one.parts))
+        columns = Columns(tuple(part for output in outputs.values() for part in output.parts))
         self.whole_rows = columns.total
         self.ranges = columns.ranges(build.rank)
         self.rows = count_columns(columns, build.rank)

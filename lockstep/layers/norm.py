@@ -7,10 +7,10 @@ from lockstep.layers.build_context import BuildContext
 
 
 class Norm(nn.Module):
-    """Weight of an RMS norm: x / rms(x) * (offset + weight). offset is 1 if it is stored around
-    zero.
+    """Weight [D] of an RMS norm: x / rms(x) * (offset + weight).
 
-    Used directly by mixers whose op applies the norm.
+    offset: 1 if the checkpoint stores the weight around 0, else 0. Mixers whose op applies the norm
+    use this class itself.
     """
 
     def __init__(self, build: BuildContext, width: int, eps: float, offset: float = 0.0) -> None:
@@ -52,7 +52,7 @@ class AddRMSNorm(Norm):
 class GatedRMSNorm(nn.Module):
     """Gated norm: x [..., D] fp32, gate [..., D] -> x / rms(x) * weight * silu(gate)."""
 
-    offset = 0.0
+    offset = 0.0  # the loader reads it, to center dummy weights
 
     def __init__(self, build: BuildContext, width: int, eps: float) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class GatedGroupNorm(nn.Module):
     y = x * silu(gate); each of the G groups of D has its rms.
     """
 
-    offset = 0.0
+    offset = 0.0  # see GatedRMSNorm
 
     def __init__(self, build: BuildContext, groups: int, width: int, eps: float) -> None:
         super().__init__()

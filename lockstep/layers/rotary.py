@@ -20,8 +20,8 @@ class Rotary(nn.Module):
         self, build: BuildContext, inverse_frequencies: Tensor, factor: float = 1.0
     ) -> None:
         super().__init__()
-        width = 2 * len(inverse_frequencies)
-        size = build.max_positions * width * 10  # cos and sin, and the angles they are made of
+        # Bytes per angle: 8 in fp64, and 4 each in fp32 for the rounded angle, cos and sin.
+        size = 20 * build.max_positions * len(inverse_frequencies)
         build.memory_budget.take(size, "the rotary table", "Lower max_model_len.")
         positions = torch.arange(build.max_positions, dtype=torch.float64)
         # The product is rounded once: in fp32 angles of late positions would lose bits twice.

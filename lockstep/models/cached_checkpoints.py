@@ -50,7 +50,7 @@ def cached_checkpoints() -> list[CachedCheckpoint]:
         for revision in repository.revisions
         for file in _gguf_models(Path(revision.snapshot_path)) or (None,)
     ]
-    return sorted(snapshots, key=lambda one: (-one.used, one.name))
+    return sorted(snapshots, key=lambda entry: (-entry.used, entry.name))
 
 
 def _gguf_models(folder: Path) -> Sequence[str | None]:
@@ -71,18 +71,20 @@ def _described(repository: Any, revision: Any, file: str | None) -> CachedCheckp
     name = repository.repo_id if file is None else f"{repository.repo_id}:{file}"
     patterns = ["*"] if file is None else gguf_patterns(file)
     files = [
-        one
-        for one in revision.files
-        if any(fnmatchcase(str(one.file_path.relative_to(folder)), pattern) for pattern in patterns)
+        entry
+        for entry in revision.files
+        if any(
+            fnmatchcase(str(entry.file_path.relative_to(folder)), pattern) for pattern in patterns
+        )
     ]
     architecture, weights, reason = read_support(path)
     return CachedCheckpoint(
         name=name if DEFAULT_REVISION in revision.refs else str(path),
         folder=folder,
-        bytes=sum(one.size_on_disk for one in files),
+        bytes=sum(entry.size_on_disk for entry in files),
         architecture=architecture,
         weights=weights,
-        used=max((one.blob_last_accessed for one in files), default=0.0),
+        used=max((entry.blob_last_accessed for entry in files), default=0.0),
         reason=reason,
     )
 

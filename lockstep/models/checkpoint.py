@@ -28,6 +28,12 @@ OWN_FILES = {
 OBJECT = "an object"
 
 
+def settings_files(folder: Path) -> list[Path]:
+    """Return the files of a checkpoint folder that say how its model is built."""
+    paths = [folder / name for name in ("config.json", *OWN_FILES)]
+    return [path for path in paths if path.exists()]
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """Checkpoint folder. raw: object of config.json, whose model_type is supported."""

@@ -86,6 +86,10 @@ def read_common(
     )
 
 
+UNUSED_WINDOW = dict.fromkeys(("sliding_window", "max_window_layers"), "use_sliding_window is off")
+"""Settings that may be ignored after read_attention_layers(), each with the reason."""
+
+
 def read_attention_layers(c: ConfigReader) -> int:
     """Return the number of layers; each has full attention, since windows are not supported."""
     c.one_of("use_sliding_window", False, default=False)
@@ -225,13 +229,12 @@ class Decoder(nn.Module, ABC):
         c = config
         # Before any layer is built: KV formats by layer refer to the numbers of attention layers.
         build.kv = build.kv.resolved(self.attention_layers())
-        self.embed = Embedding(build.at("embed"), c.vocab_size, c.hidden_size)
+        sizes = (c.vocab_size, c.hidden_size)
+        self.embed = Embedding(build.at("embed"), *sizes, self.embed_name)
         self.blocks = nn.ModuleList(Block(*sublayers) for sublayers in self.layers(build))
         self.norm = AddRMSNorm(build.at("norm"), c.hidden_size, c.eps, c.norm_offset)
-        tied = self.embed.weight if c.tied else None
-        sizes = (c.vocab_size, c.hidden_size)
-        embedding = self.embed_name if c.tied else ""
-        self.head = Head(build.at("head", path=""), *sizes, tied, embedding)
+        tied = self.embed if c.tied else None
+        self.head = Head(build.at("head", path=""), *sizes, embedding=tied)
 
     def attention_layers(self) -> Sequence[int]:
         """Return the numbers of the attention layers: all, unless the architecture overrides it."""
@@ -259,20 +262,12 @@ class Decoder(nn.Module, ABC):
         """Return this rank's logits [N, n] of the step's logit rows of hidden [T, H]."""
         return self.head(hidden[ctx.logit_rows])
 
-    def finish(self) -> None:
-        """Fill the embedding from a tied head that has its tensor, before the head is prepacked."""
-        if self.config.tied and self.head.quantized is not None:
-            self.embed.weight.data.copy_(self.head.quantized.dequantize(self.head.dtype))
-
     def weights(self) -> dict[str, Target]:
         """Map the checkpoint's tensors, by name less the prefix, to their destinations."""
-        table: dict[str, Target] = {
-            f"{self.embed_name}.weight": self.embed.sink,
-            f"{self.norm_name}.weight": self.norm.weight,
-        }
-        if not self.config.tied or self.head.quantized is not None:
-            # A tied head that is quantized takes the embedding's tensor.
-            table |= self.head.weights()
+        table = self.embed.weights()
+        table[f"{self.norm_name}.weight"] = self.norm.weight
+        # Last: a tied head may take the embedding's tensor.
+        table |= self.head.weights()
         for i, block in enumerate(self.blocks):
             table.update({f"layers.{i}.{name}": t for name, t in block.weights().items()})
         return table

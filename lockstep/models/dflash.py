@@ -24,6 +24,7 @@ from lockstep.layers.sharding import Columns
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.config_reader import DRAFTER_REMEDY, MAX_LAYERS, ConfigReader
 from lockstep.models.decoder import (
+    UNUSED_WINDOW,
     Block,
     Decoder,
     DecoderConfig,
@@ -40,11 +41,6 @@ ARCHITECTURE = "DFlashDraftModel"
 MAX_BLOCK_SIZE = 1024
 """Maximum tokens of a block, far above any real checkpoint."""
 INNER = "dflash_config"
-WITHOUT_EFFECT = {
-    "sliding_window": "use_sliding_window is off",
-    "max_window_layers": "use_sliding_window is off",
-}
-"""Settings of config.json that may be ignored, each with the reason."""
 
 
 class BlockCheckpoint(Checkpoint):
@@ -117,8 +113,8 @@ class Config(DecoderConfig):
             aux_hidden_layers=_aux_hidden_layers(inner, layers, depth),
             **read_common(c, head_dim=128),
         )
-        inner.refuse_unread(WITHOUT_EFFECT, DRAFTER_REMEDY)
-        c.refuse_unread(WITHOUT_EFFECT, DRAFTER_REMEDY)
+        inner.refuse_unread(UNUSED_WINDOW, DRAFTER_REMEDY)
+        c.refuse_unread(UNUSED_WINDOW, DRAFTER_REMEDY)
         return config
 
 
@@ -187,7 +183,7 @@ class BlockDraftModel(nn.Module):
         self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps)
         self.blocks = nn.ModuleList(Block(*sublayers) for sublayers in self.layers(build))
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps)
-        self.head = Head(build, c.vocab_size, c.hidden_size, target.head.loaded)
+        self.head = Head(build, c.vocab_size, c.hidden_size, target.head)
 
     def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
         """Yield block attention and an MLP for every layer."""

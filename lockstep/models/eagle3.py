@@ -366,7 +366,7 @@ class Eagle3Head(nn.Module):
                 "tie_word_embeddings=True; allowed: False there, for the target's head. "
                 "Correct config.json, or fetch a whole head."
             )
-        existing = None if self.own_head else target.head.loaded
+        existing = None if self.own_head else target.head
         self.head = Head(top, c.draft_vocab_size, c.hidden_size, existing)
 
     def _known(self, build: BuildContext, c: Config) -> Tensor | None:
@@ -455,9 +455,8 @@ class Eagle3Head(nn.Module):
         if self.fc is not None:
             table |= self.fc.weights()
         if self.own_embed:
-            table["embed_tokens.weight"] = self.embed.sink
-        if self.own_head:
-            table |= {name: self._ordered(slot) for name, slot in self.head.weights().items()}
+            table |= self.embed.weights()
+        table |= {name: self._ordered(slot) for name, slot in self.head.weights().items()}
         return table
 
     def _ordered(self, target: Target) -> Target:

@@ -18,7 +18,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.gguf.folder import PART, SUFFIX, checkpoint_folder, gguf_files, has_gguf
 from lockstep.models.json_files import brief_list
 from lockstep.models.weight_files import EXTRA_FILE, read_index
-from lockstep.settings import why_unread
+from lockstep.settings import path_fault
 
 HUB_SECONDS = 3.0
 """Seconds for the hub's answer, retries included; its client would wait for minutes."""
@@ -49,7 +49,7 @@ def folder_of(model: str, weights: bool = True, field: str = "model") -> Path:
         reason = "it is a file"
     except (OSError, ValueError) as error:  # ValueError: a name that no folder can have
         is_folder = None
-        reason = why_unread(error)
+        reason = path_fault(error)
         if isinstance(error, PermissionError):
             raise ConfigError(
                 f"{field}={model[:200]!r} cannot be read: {reason}. Change its permissions, or run "

@@ -96,7 +96,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 def is_off(name: str, value: Any) -> bool:
     """Return whether a setting that no code has read changes nothing with this value."""
     return is_switched_off(value) or any(
-        type(value) is type(one) and value == one for one in NEUTRAL.get(name, ())
+        type(value) is type(neutral) and value == neutral for neutral in NEUTRAL.get(name, ())
     )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import CheckpointError
-from lockstep.settings import why_unread
+from lockstep.settings import path_fault
 
 MAX_BYTES = 64 << 20
 """Size limit of a JSON file; the indices of the largest models are a tenth of it."""
@@ -22,7 +22,7 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
         if not isinstance(raw, dict) or not isinstance(raw.get("text_config", {}), dict):
             raise ValueError("it holds no JSON object")
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read ({why_unread(error)}). {remedy}") from None
+        raise CheckpointError(f"{path} cannot be read ({path_fault(error)}). {remedy}") from None
     return raw
 
 

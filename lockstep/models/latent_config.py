@@ -15,15 +15,15 @@ class LatentConfig:
     """Settings of lockstep.layers.latent_attention.
 
     q_rank: width of the queries' latent, None if one projection makes the queries. latent: width of
-    the cached latent. plain, turned: dims of a head's query without and with position. value: dims
-    of a head's output. scale: factor of the scores. rope: rotary settings of the turned dims.
+    the cached latent. nope_dim, rope_dim: dims of a head's query without and with position. value:
+    dims of a head's output. scale: factor of the scores. rope: rotary settings.
     """
 
     heads: int
     q_rank: int | None
     latent: int
-    plain: int
-    turned: int
+    nope_dim: int
+    rope_dim: int
     value: int
     scale: float
     rope: Rope
@@ -37,9 +37,9 @@ class LatentConfig:
         """
         c.one_of("attention_bias", False, default=False)
         c.one_of("rope_interleave", True, None, default=True)
-        plain = c.size("qk_nope_head_dim")
-        turned = c.size("qk_rope_head_dim")
-        rope = read_rope(c, turned, 1.0)
+        nope_dim = c.size("qk_nope_head_dim")
+        rope_dim = c.size("qk_rope_head_dim")
+        rope = read_rope(c, rope_dim, 1.0)
         factor = rope.score_factor if isinstance(rope, YarnRope) else 1.0
         # Only yarn applies mscale_all_dim to the scores; elsewhere it must not be ignored.
         if type(rope) not in (Rope, YarnRope):
@@ -49,10 +49,10 @@ class LatentConfig:
             heads=c.size("num_attention_heads"),
             q_rank=None if c.raw.get("q_lora_rank") is None else c.size("q_lora_rank"),
             latent=c.size("kv_lora_rank"),
-            plain=plain,
-            turned=turned,
+            nope_dim=nope_dim,
+            rope_dim=rope_dim,
             value=c.size("v_head_dim"),
-            scale=(plain + turned) ** -0.5 * factor,
+            scale=(nope_dim + rope_dim) ** -0.5 * factor,
             rope=rope,
         )
 
@@ -66,8 +66,8 @@ class LatentConfig:
             self.heads,
             q_rank=self.q_rank,
             latent=self.latent,
-            plain=self.plain,
-            turned=self.turned,
+            nope_dim=self.nope_dim,
+            rope_dim=self.rope_dim,
             value=self.value,
             rotary=rotary,
             scale=self.scale,
@@ -84,7 +84,7 @@ def read_latent_common(c: ConfigReader) -> dict[str, Any]:
         intermediate_size=c.size("intermediate_size"),
         heads=latents.heads,
         kv_heads=latents.heads,
-        head_dim=latents.plain + latents.turned,
+        head_dim=latents.nope_dim + latents.rope_dim,
         eps=c.positive("rms_norm_eps"),
         rope=latents.rope,
         tied=c.get("tie_word_embeddings", bool, False),

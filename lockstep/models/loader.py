@@ -264,7 +264,8 @@ def _differs(name: str, tensor: Tensor, embedding: Embedding | None) -> list[str
     """Return a message if a tied head in the files differs from the embedding."""
     if embedding is not None:
         weight = embedding.weight.data
-        tensor = WeightSpec.of(name, embedding.sink).narrow(tensor)
+        (sink,) = embedding.weights().values()
+        tensor = WeightSpec.of(name, sink).narrow(tensor)
         if torch.equal(tensor.to(weight), weight):
             return []
     return [f"{name} (not embed_tokens.weight, to which tie_word_embeddings ties it)"]

@@ -99,7 +99,7 @@ def _read_settings(c: ConfigReader) -> tuple[int, float, tuple[str, ...] | None]
     targets = c.raw.get("target_modules")
     if not isinstance(targets, str):
         targets = c.get("target_modules", list)
-        are_names = bool(targets) and all(isinstance(one, str) and one for one in targets)
+        are_names = bool(targets) and all(isinstance(target, str) and target for target in targets)
         c.need(are_names, "target_modules", "a list of names of modules, or a regular expression")
     # rsLoRA (Kalajdzievski, 2023): the scale falls with the root of the rank.
     divisor = rank**0.5 if c.get("use_rslora", bool, False) else rank

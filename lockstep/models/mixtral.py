@@ -1,6 +1,6 @@
 """Mixtral: Llama's attention without biases, and a mixture of experts for the MLP in every layer.
 
-Sliding windows, which the files may turn on, are not built. Nothing recurs.
+Sliding windows, which the files may turn on, are not built.
 """
 
 from collections.abc import Iterator

@@ -52,7 +52,7 @@ class MTPModule(nn.Module, ABC):
         self.blocks = nn.ModuleList(Block(*sublayers) for sublayers in self.layers(target, build))
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         known = c.vocab_size if ids is None else len(ids)
-        weight = target.head.loaded
+        weight: nn.Parameter | Head = target.head
         if ids is not None:
             weight = build.matrix(len(build.rank.tokens(known)), c.hidden_size)
         self.head = Head(build, known, c.hidden_size, weight)

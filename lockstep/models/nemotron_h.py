@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron 3: every block has one sublayer, Mamba-2, attention, an MLP or a mixture.
+"""Nemotron-H and Nemotron 3: every block has one sublayer: Mamba-2, attention, MLP or mixture.
 
 Attention has no positional encoding; the Mamba-2 blocks give the order. The MTP module of Nemotron
 3 Super is an attention block followed by MLP or mixture blocks.
@@ -143,7 +143,7 @@ class Config(StackConfig):
         c = _with_later_names(ConfigReader(raw))
         kinds = _read_kinds(c)
         draft_kinds = _read_draft_kinds(c)
-        every = (*kinds, *draft_kinds)
+        all_kinds = (*kinds, *draft_kinds)
         c.one_of("mlp_hidden_act", "relu2", default="relu2")
         c.one_of("residual_in_fp32", False, default=False)
         c.one_of("attention_bias", False, default=False)
@@ -158,7 +158,7 @@ class Config(StackConfig):
         config = cls(
             vocab_size=c.size("vocab_size"),
             hidden_size=c.size("hidden_size"),
-            intermediate_size=c.size("intermediate_size") if "mlp" in every else 0,
+            intermediate_size=c.size("intermediate_size") if "mlp" in all_kinds else 0,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=c.size("head_dim" if "head_dim" in c.raw else "attention_head_dim"),
@@ -168,9 +168,9 @@ class Config(StackConfig):
             draft_kinds=draft_kinds,
             mlp_bias=c.get("mlp_bias", bool, False),
             mamba=_read_mamba(c) if "mamba" in kinds else None,
-            experts=_read_experts(c) if "moe" in every else None,
+            experts=_read_experts(c) if "moe" in all_kinds else None,
         )
-        c.refuse_unread(_without_effect(every))
+        c.refuse_unread(_without_effect(all_kinds))
         return config
 
 
@@ -218,8 +218,8 @@ def _read_draft_kinds(c: ConfigReader) -> tuple[str, ...]:
     if all(c.raw.get(name) is None for name in names):
         return DRAFT_KINDS
     field, kinds = _agreed_kinds(c, names)
-    sound = kinds[0] == "attention" and not {"attention", "mamba"} & set(kinds[1:])
-    c.need(sound, field, "attention first, then blocks of mlp or moe alone")
+    is_valid = kinds[0] == "attention" and not {"attention", "mamba"} & set(kinds[1:])
+    c.need(is_valid, field, "attention first, then blocks of mlp or moe alone")
     return kinds
 
 
@@ -229,11 +229,11 @@ def _agreed_kinds(c: ConfigReader, names: tuple[str, ...]) -> tuple[str, tuple[s
     Raises:
         CheckpointError: another setting names other types.
     """
-    named = [name for name in names if c.raw.get(name) is not None] or [names[0]]
-    kinds = _kinds_of(c, named[0])
-    for other in named[1:]:
-        c.need(_kinds_of(c, other) == kinds, other, f"the blocks of {named[0]}")
-    return named[0], kinds
+    first, *others = [name for name in names if c.raw.get(name) is not None] or names[:1]
+    kinds = _kinds_of(c, first)
+    for other in others:
+        c.need(_kinds_of(c, other) == kinds, other, f"the blocks of {first}")
+    return first, kinds
 
 
 def _kinds_of(c: ConfigReader, field: str) -> tuple[str, ...]:
@@ -278,11 +278,9 @@ def _read_limits(c: ConfigReader) -> tuple[float, float]:
         inf if limit == {"__float__": "Infinity"} else limit
         for limit in c.get("time_step_limit", list, [0.0, inf])
     ]
-    kinds = (int, float)
-    sound = len(limits) == 2 and all(type(limit) in kinds for limit in limits)
-    c.need(
-        sound and 0 <= limits[0] <= limits[1], "time_step_limit", "two numbers, ascending from 0"
-    )
+    are_numbers = all(type(limit) in (int, float) for limit in limits)
+    is_valid = len(limits) == 2 and are_numbers and 0 <= limits[0] <= limits[1]
+    c.need(is_valid, "time_step_limit", "two numbers, ascending from 0")
     return float(limits[0]), float(limits[1])
 
 

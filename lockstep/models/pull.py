@@ -242,7 +242,7 @@ def _has_size(path: Path, size: int) -> bool:
 def _check_room(missing: Mapping[str, int], target: Path) -> None:
     """Raise ConfigError if the disk has no space for the files that are missing."""
     # The target may not exist yet: ask the nearest folder that does.
-    existing = next(one for one in (target, *target.absolute().parents) if one.exists())
+    existing = next(parent for parent in (target, *target.absolute().parents) if parent.exists())
     needed = sum(missing.values())
     free = shutil.disk_usage(existing).free
     if missing and needed + SPARE_BYTES > free:

@@ -1,7 +1,6 @@
 """Qwen2 and Qwen2.5, dense: grouped-query attention with biases on q, k and v, and SwiGLU.
 
-No norms on queries and keys. Sliding windows, which the files may turn on, are not built. Nothing
-recurs.
+No norms on queries and keys. Sliding windows, which the files may turn on, are not built.
 """
 
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 from lockstep.layers.build_context import BuildContext
 from lockstep.models.config_reader import ConfigReader
 from lockstep.models.decoder import (
+    UNUSED_WINDOW,
     Decoder,
     DecoderConfig,
     Sublayer,
@@ -22,11 +22,6 @@ from lockstep.models.decoder import (
 
 PREFIXES = ("model.",)
 IGNORED = ()
-WITHOUT_EFFECT = {
-    "sliding_window": "use_sliding_window is off",
-    "max_window_layers": "use_sliding_window is off",
-}
-"""Settings of config.json that may be ignored, each with the reason."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,7 @@ class Config(DecoderConfig):
         c = ConfigReader(raw)
         layers = read_attention_layers(c)
         config = cls(layers=layers, **read_common(c))
-        c.refuse_unread(WITHOUT_EFFECT)
+        c.refuse_unread(UNUSED_WINDOW)
         return config
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from lockstep.layers.build_context import BuildContext
 from lockstep.models.config_reader import ConfigReader
 from lockstep.models.decoder import (
+    UNUSED_WINDOW,
     Decoder,
     DecoderConfig,
     Sublayer,
@@ -22,11 +23,6 @@ from lockstep.models.decoder import (
 
 PREFIXES = ("model.",)
 IGNORED = ()
-WITHOUT_EFFECT = {
-    "sliding_window": "use_sliding_window is off",
-    "max_window_layers": "use_sliding_window is off",
-}
-"""Settings of config.json that may be ignored, each with the reason."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,7 @@ class Config(DecoderConfig):
         c.one_of("attention_bias", False, default=False)
         layers = read_attention_layers(c)
         config = cls(layers=layers, **read_common(c, head_dim=128))
-        c.refuse_unread(WITHOUT_EFFECT)
+        c.refuse_unread(UNUSED_WINDOW)
         return config
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from lockstep.layers.build_context import BuildContext
 from lockstep.models.config_reader import ConfigReader
 from lockstep.models.decoder import (
+    UNUSED_WINDOW,
     Decoder,
     DecoderConfig,
     Sublayer,
@@ -22,11 +23,6 @@ from lockstep.models.moe_config import MoEConfig, read_dense_layers, read_routin
 
 PREFIXES = ("model.",)
 IGNORED = ()
-WITHOUT_EFFECT = {
-    "sliding_window": "use_sliding_window is off",
-    "max_window_layers": "use_sliding_window is off",
-}
-"""Settings of config.json that may be ignored, each with the reason."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ class Config(DecoderConfig):
         )
         dense = bool(mixture.dense_layers)
         config = cls(layers=layers, mixture=mixture, **read_common(c, head_dim=128, dense=dense))
-        c.refuse_unread(WITHOUT_EFFECT)
+        c.refuse_unread(UNUSED_WINDOW)
         return config
 
 

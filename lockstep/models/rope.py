@@ -29,8 +29,9 @@ class Rope:
 
     @classmethod
     def read(cls, rope: ConfigReader, theta: float, width: int, trained: int) -> "Rope":
-        """Read the rotary settings. trained: default for the positions that the model was trained
-        on.
+        """Read the rotary settings.
+
+        trained: number of positions of the training, where the settings do not name it.
         """
         return cls(theta, width)
 
@@ -80,7 +81,7 @@ class DynamicRope(Rope):
 
     @classmethod
     def read(cls, rope: ConfigReader, theta: float, width: int, trained: int) -> "DynamicRope":
-        rope.need(width > 2, "partial_rotary_factor", "shares that turn more than one pair")
+        rope.need(width > 2, "partial_rotary_factor", "shares that rotate more than one pair")
         return cls(theta, width, rope.positive("factor"), trained)
 
     def frequencies(self, length: int) -> tuple[Tensor, float]:
@@ -113,8 +114,8 @@ class Llama3Rope(Rope):
 
     def frequencies(self, length: int) -> tuple[Tensor, float]:
         inverse = inverse_frequencies(self.theta, self.width)
-        turns = self.trained * inverse / (2 * pi)
-        fast = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+        rotations = self.trained * inverse / (2 * pi)
+        fast = ((rotations - self.low) / (self.high - self.low)).clamp(0, 1)
         return inverse * fast + inverse / self.factor * (1 - fast), 1.0
 
 
@@ -174,9 +175,9 @@ class YarnRope(Rope):
         slow = ((pairs - first) / (last - first)).clamp(0, 1)
         return inverse / self.factor * slow + inverse * (1 - slow), self.attention_factor
 
-    def _pair(self, turns: float) -> float:
-        """Return the (fractional) pair that turns this often over the trained positions."""
-        return self.width * log(self.trained / (turns * 2 * pi)) / (2 * log(self.theta))
+    def _pair(self, rotations: float) -> float:
+        """Return the (fractional) pair that rotates this often over the trained positions."""
+        return self.width * log(self.trained / (rotations * 2 * pi)) / (2 * log(self.theta))
 
 
 def _yarn_scale(factor: float, mscale: float) -> float:

@@ -16,7 +16,7 @@ from lockstep.models.gguf.folder import gguf_files, has_gguf
 from lockstep.models.gguf.tensors import GGUFWeightFile, gguf_weight_files
 from lockstep.models.json_files import brief_list, read_object
 from lockstep.quantization import TensorInfo
-from lockstep.settings import why_unread
+from lockstep.settings import path_fault
 
 INDEX = "model.safetensors.index.json"
 EXTRA_FILE = "model_extra_tensors.safetensors"
@@ -78,7 +78,7 @@ class WeightFile:
             remedy = "Fetch the file again."
             if isinstance(error, PermissionError):
                 remedy = "Change its permissions, or run as a user who may read it."
-            reason = why_unread(error)
+            reason = path_fault(error)
             raise CheckpointError(f"{self.path} cannot be read: {reason}. {remedy}") from None
 
     def _mapped(self, values: bool) -> Any:
@@ -110,7 +110,7 @@ def _safetensors(folder: Path) -> list[Path]:
         return sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")
     except OSError as error:
         raise CheckpointError(
-            f"{folder} cannot be read: {why_unread(error)}. Change its permissions, or name "
+            f"{folder} cannot be read: {path_fault(error)}. Change its permissions, or name "
             "another model folder."
         ) from None
 

@@ -202,8 +202,12 @@ def _position(entry: Any) -> Position | None:
     top = entry.get("top_logprobs")
     entries = [entry, *(top if isinstance(top, list) else ())]
     pairs = []
-    for one in entries:
-        token, logprob = (one.get("token"), one.get("logprob")) if isinstance(one, dict) else (0, 0)
+    for candidate in entries:
+        token, logprob = (
+            (candidate.get("token"), candidate.get("logprob"))
+            if isinstance(candidate, dict)
+            else (0, 0)
+        )
         if not isinstance(token, str) or not isinstance(logprob, int | float):
             return None
         # An integer of hundreds of digits has no float, and is larger than any.

@@ -149,14 +149,14 @@ class CompressedTensors(StoredWeightFormat):
                 "config_groups", settings.raw.get("config_groups"), expected, EDIT_REMEDY
             )
         groups = [group(name, part, self.format) for name, part in parts.items()]
-        self.groups = [one for one in groups if one is not None]
+        self.groups = [group for group in groups if group is not None]
         self.activation_notes = tuple(activation_notes(parts))
         self.notes = (*self.activation_notes, *kv_notes(settings))
         self.static = static_activations(parts, self.groups)
         self.other_kv = non_fp8_kv_setting(settings)
 
     def activation_refusal(self) -> str | None:
-        if not any(isinstance(one.storage, Fp8Storage) for one in self.groups):
+        if not any(isinstance(group.storage, Fp8Storage) for group in self.groups):
             return super().activation_refusal()
         return self.static
 
@@ -164,7 +164,7 @@ class CompressedTensors(StoredWeightFormat):
         entry = self.left_out.find(module)
         if entry is not None:
             return resolve_storage(module, None, f"{SETTINGS_PREFIX}ignore ({entry[1]!r})")
-        matches = [(one.targets.find(module), -index) for index, one in enumerate(self.groups)]
+        matches = [(group.targets.find(module), -index) for index, group in enumerate(self.groups)]
         ranked = [(target, index) for target, index in matches if target is not None]
         groups = f"{SETTINGS_PREFIX}config_groups"
         if not ranked:
@@ -284,10 +284,10 @@ def kv_notes(settings: SettingsReader) -> list[str]:
 
 def static_activations(parts: Mapping[str, SettingsReader], groups: Sequence[Group]) -> str | None:
     """Return the setting that gives activations of e4m3 weights static scales; None without one."""
-    for one in groups:
-        if isinstance(one.storage, Fp8Storage):
-            activations = parts[one.name].raw.get("input_activations")
+    for group in groups:
+        if isinstance(group.storage, Fp8Storage):
+            activations = parts[group.name].raw.get("input_activations")
             # Without the setting they are static, as in the library.
             if isinstance(activations, dict) and not activations.get("dynamic", False):
-                return f"{parts[one.name].within}input_activations, whose scales are static"
+                return f"{parts[group.name].within}input_activations, whose scales are static"
     return None

@@ -98,7 +98,9 @@ class GPTQ(IntWeightFormat):
             break
         if module.path == "lm_head":
             return ModuleScheme(scheme, self.head, self.head_setting)
-        if self.inside and not any(f".{module.path}".endswith(f".{one}") for one in self.inside):
+        if self.inside and not any(
+            f".{module.path}".endswith(f".{suffix}") for suffix in self.inside
+        ):
             return ModuleScheme(scheme, False, f"{SETTINGS_PREFIX}modules_in_block_to_quantize")
         return ModuleScheme(scheme, not is_usually_unquantized(module))
 

@@ -138,8 +138,8 @@ class ModelOpt(StoredWeightFormat):
 
 def upper_case_algorithm(settings: SettingsReader) -> SettingsReader:
     """Return the settings with quant_algo in capitals; the tool itself writes fp8_pb_wo."""
-    kind = settings.raw.get("quant_algo")
-    return settings.replaced("quant_algo", kind.upper()) if isinstance(kind, str) else settings
+    name = settings.raw.get("quant_algo")
+    return settings.replaced("quant_algo", name.upper()) if isinstance(name, str) else settings
 
 
 def read_algorithm(settings: SettingsReader) -> str:

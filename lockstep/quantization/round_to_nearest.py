@@ -53,9 +53,9 @@ class RoundToNearest(WeightFormat):
         if self.method == FP8:
             return Layout.of(Fp8Weight, block_n=1, block_k=module.inputs)
         info = (module.tensors or {}).get("weight")
-        stored = SCALES.get(info.dtype if info else "BF16", SCALES["BF16"])
+        scale_dtype = SCALES.get(info.dtype if info else "BF16", SCALES["BF16"])
         scheme = SCHEMES[self.method]
-        return Layout.of(IntWeight, bits=scheme.bits, group=scheme.group, scale_dtype=stored)
+        return Layout.of(IntWeight, bits=scheme.bits, group=scheme.group, scale_dtype=scale_dtype)
 
     def sinks(self, module: CheckpointLinear, weight: QuantizedWeight) -> dict[str, WeightSink]:
         def fill(tensor: Tensor) -> None:

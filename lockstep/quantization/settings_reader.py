@@ -23,8 +23,8 @@ ANYWHERE = re.compile(r"\.\*((?:\\\W|[\w-])+)(?:\.\*)?")
 class NamePattern:
     """Regular expression of module names.
 
-    Tools write one pattern per layer, and there are up to 30,000 experts: a pattern that only looks
-    for a text anywhere is matched as a substring.
+    substring: text of a pattern that only looks for it anywhere, else None. Tools write one pattern
+    per layer, and there are up to 30,000 experts, so such a pattern runs no regular expression.
 
     Raises:
         re.error: the text is no regular expression.
@@ -33,19 +33,20 @@ class NamePattern:
     def __init__(self, text: str) -> None:
         self.compiled = re.compile(text)
         match = ANYWHERE.fullmatch(text)
-        self.inside = None if match is None else re.sub(r"\\(\W)", r"\1", match[1])
+        self.substring = None if match is None else re.sub(r"\\(\W)", r"\1", match[1])
 
     def match(self, module: CheckpointLinear) -> bool:
         """Return whether the pattern matches the start of one of the module's names."""
-        if self.inside is not None:
-            return self.inside in module.lines
-        return any(self.compiled.match(name) for name in module.names)
+        return self._matches(module, self.compiled.match)
 
     def search(self, module: CheckpointLinear) -> bool:
         """Return whether the pattern matches anywhere in one of the module's names."""
-        if self.inside is not None:
-            return self.inside in module.lines
-        return any(self.compiled.search(name) for name in module.names)
+        return self._matches(module, self.compiled.search)
+
+    def _matches(self, module: CheckpointLinear, find: Callable[[str], object]) -> bool:
+        if self.substring is not None:
+            return self.substring in module.joined_names
+        return any(find(name) for name in module.names)
 
 
 class RecordedSettings(dict[str, Any]):
@@ -101,7 +102,7 @@ class SettingsReader:
     def one_of(self, name: str, *allowed: Any, default: Any = None) -> Any:
         """Return the setting, which must be one of `allowed`; absent counts as `default`."""
         value = self.raw.get(name, default)
-        if not any(type(value) is type(one) and value == one for one in allowed):
+        if not any(type(value) is type(known) and value == known for known in allowed):
             raise self.error(name, value, ", ".join(map(repr, allowed)), SUPPORTED_REMEDY)
         return value
 
@@ -111,10 +112,10 @@ class SettingsReader:
         entries = value.split(",") if isinstance(value, str) else value
         if not isinstance(entries, list):
             raise self.error(name, value, "a list of names", EDIT_REMEDY)
-        flat = [one for part in entries for one in (part if isinstance(part, list) else [part])]
-        if not all(isinstance(one, str) for one in flat):
+        flat = [x for entry in entries for x in (entry if isinstance(entry, list) else [entry])]
+        if not all(isinstance(text, str) for text in flat):
             raise self.error(name, value, "a list of names", EDIT_REMEDY)
-        return tuple(one.strip() for one in flat if one.strip())
+        return tuple(text.strip() for text in flat if text.strip())
 
     def parts(self, name: str) -> dict[str, "SettingsReader"]:
         """Return a reader for each object in a setting that is an object of objects."""

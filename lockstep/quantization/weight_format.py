@@ -74,8 +74,8 @@ class CheckpointLinear:
         return replace(self, outputs=self.whole_outputs, ranges=())
 
     @cached_property
-    def lines(self) -> str:
-        """Names of the layer, one per line."""
+    def joined_names(self) -> str:
+        """Names of the layer, one per line, in which a substring of a name is searched."""
         return "\n".join(self.names)
 
 

@@ -24,8 +24,8 @@ class WeightSink:
     shape: of the whole tensor in the checkpoint, None for any. dtypes: that it may have. device:
     where `fill` wants it. fill: writes the tensor (this rank's slice of it) into the model.
     shard_axis: axis that runs over the output columns, None if there is none (a scale of the whole
-    weight). outputs_per_element: output columns per element of that axis, 8 for
-    4-bit codes in int32 words. ranges: output columns of this rank.
+    weight). outputs_per_element: output columns per element of that axis, 8 for 4-bit values in
+    int32 words. ranges: output columns of this rank.
     """
 
     shape: tuple[int, ...] | None
@@ -80,7 +80,7 @@ class WeightSink:
         """Return the slice of the checkpoint's tensor with this rank's output columns.
 
         Raises:
-            CheckpointError: a range begins or ends within an element, such as a word of codes.
+            CheckpointError: a range begins or ends within an element, such as an int32 word.
         """
         axis = self.shard_axis
         if not self.ranges or axis is None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.cache.groups import CacheSeq, salt_of
+from lockstep.cache.groups import CacheSeq, root_key
 from lockstep.engine.messages import (
     Began,
     ChangedBlocks,
@@ -61,9 +61,9 @@ def page_keys(request: EngineRequest) -> list[bytes]:
     They are chained as those of the prefix cache. An adapter counts by its name, since its digest
     is known to the engines only.
     """
-    salt = salt_of(f"{request.adapter}\0{request.cache_salt}")
-    record = CacheSeq(request.prompt_token_ids, salt=salt)
-    return [record.key(page, PAGE_SIZE) for page in range(len(record.prompt) // PAGE_SIZE)]
+    root = root_key(f"{request.adapter}\0{request.cache_salt}")
+    seq = CacheSeq(request.prompt_token_ids, root=root)
+    return [seq.key(page, PAGE_SIZE) for page in range(len(seq.prompt) // PAGE_SIZE)]
 
 
 @dataclass(frozen=True)

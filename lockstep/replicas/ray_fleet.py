@@ -48,6 +48,8 @@ DOWNSCALE_SECONDS = 60.0
 """Time of less load than the target before a replica is drained."""
 UNLIMITED_CALLS = 1 << 20
 """Maximum calls on a replica. Its scheduler queues requests; the server limits how many wait."""
+QUIET_LOGS = LoggingConfig(log_level="WARNING", enable_access_log=False)
+"""Logs of Ray Serve: the server has its own access log."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class PrefixRequestRouter(RequestRouter):
         """See RequestRouter."""
         super().on_replica_actor_died(replica_id)
         if self._router is not None:
-            self._router.update(one.unique_id for one in self.curr_replicas)
+            self._router.update(replica_id.unique_id for replica_id in self.curr_replicas)
 
 
 class EngineReplica:
@@ -116,11 +118,10 @@ class EngineReplica:
 
     def __init__(self, make: MakeEngine, step_seconds: float) -> None:
         transport = ProcessTransport(make, step_seconds)
-        plan = transport.facts.plan
-        # Replicas that start later may find other weights under the same path.
         facts = transport.facts
-        numerics = f"{facts.fingerprint}-{model_digest(facts.config, plan)}"
-        hello = Hello(numerics, plan.max_num_seqs, plan.num_pages)
+        # Replicas that start later may find other weights under the same path.
+        numerics = f"{facts.fingerprint}-{model_digest(facts.config, facts.plan)}"
+        hello = Hello(numerics, facts.plan.max_num_seqs, facts.plan.num_pages)
         self._facts = (facts, transport.rates, numerics)
         self._host = ReplicaHost(transport, hello)
         self._starting = asyncio.Lock()
@@ -276,8 +277,10 @@ class RayFleet:
         """Wait until the least number of replicas is ready. Raises EngineDeadError."""
         while True:
             application = serve.status().applications[self.name]
-            states = [one.replica_states for one in application.deployments.values()]
-            num_ready = sum(one.get("RUNNING", 0) for one in states)
+            deployments = application.deployments.values()
+            num_ready = sum(
+                deployment.replica_states.get("RUNNING", 0) for deployment in deployments
+            )
             show("starting replicas", num_ready, self._settings.initial_replicas)
             if application.status == ApplicationStatus.RUNNING:
                 return
@@ -285,7 +288,7 @@ class RayFleet:
                 ApplicationStatus.DEPLOY_FAILED,
                 ApplicationStatus.UNHEALTHY,
             ):
-                details = [one.message for one in application.deployments.values() if one.message]
+                details = [deployment.message for deployment in deployments if deployment.message]
                 why = _last_error("\n".join(details) or application.message)
                 raise EngineDeadError(f"the replicas did not start: {why}")
             time.sleep(POLL_SECONDS)
@@ -293,7 +296,6 @@ class RayFleet:
 
 def _deployment_options(settings: FleetSettings) -> dict[str, Any]:
     """Return the options of the deployment."""
-    logs = LoggingConfig(log_level="WARNING", enable_access_log=False)
     options: dict[str, Any] = {
         "max_ongoing_requests": UNLIMITED_CALLS,
         "health_check_period_s": HEALTH_SECONDS,
@@ -301,7 +303,7 @@ def _deployment_options(settings: FleetSettings) -> dict[str, Any]:
         "graceful_shutdown_timeout_s": max(settings.drain_seconds, 1.0),
         "graceful_shutdown_wait_loop_s": POLL_SECONDS,
         "max_constructor_retry_count": 1,
-        "logging_config": logs,
+        "logging_config": QUIET_LOGS,
         "request_router_config": RequestRouterConfig(request_router_class=PrefixRequestRouter),
         "ray_actor_options": {"num_cpus": 0},
     }
@@ -352,7 +354,7 @@ def _start_ray(settings: FleetSettings) -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(
         proxy_location=ProxyLocation.Disabled,
-        logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
+        logging_config=QUIET_LOGS,
     )
 
 

@@ -82,7 +82,7 @@ class Fleet(Protocol):
 
 
 @dataclass
-class _Progress:
+class _OpenRequest:
     """Request that has not ended. call: the present one. numerics: fingerprint of the replica that
     computed its tokens so far; "" before the first. forces: the user forces tokens of it.
     """
@@ -104,7 +104,7 @@ class _Member:
     publisher: KVEventPublisher | None = None
     numerics: str = ""
     stats: Stats = field(default_factory=Stats)
-    busy_for: float = 0.0
+    stalled_for: float = 0.0
     last_report: float = field(default_factory=time.monotonic)
 
 
@@ -138,14 +138,14 @@ class ReplicaTransport:
             target=self._run_loop, name="lockstep-replicas", daemon=True
         )
         self._receiver: Receiver
-        self._progress: dict[str, _Progress] = {}
+        self._open: dict[str, _OpenRequest] = {}
         self._request_of: dict[str, str] = {}
         self._num_calls = 0
         self._members: dict[str, _Member] = {}
-        self._counting = threading.Lock()
-        self._past = Stats()
+        self._stats_lock = threading.Lock()
+        self._past_stats = Stats()
         # Counters of lost replicas that may come back: those report them again.
-        self._lost: dict[str, Stats] = {}
+        self._lost_stats: dict[str, Stats] = {}
         self._resetting: asyncio.Future[Any] | None = None
 
     @property
@@ -155,7 +155,7 @@ class ReplicaTransport:
         stalls = []
         for member in list(self._members.values()):
             silence = now - member.last_report
-            stalls.append(member.busy_for + (silence if silence > SILENT_SECONDS else 0.0))
+            stalls.append(member.stalled_for + (silence if silence > SILENT_SECONDS else 0.0))
         return min(stalls, default=0.0)
 
     @property
@@ -195,16 +195,18 @@ class ReplicaTransport:
 
     def stats(self) -> Stats:
         """See Transport; counters as of the last heartbeats, summed over all replicas."""
-        with self._counting:
+        with self._stats_lock:
             members = [member.stats for member in self._members.values()]
-            parts = [self._past, *self._lost.values(), *members]
+            parts = [self._past_stats, *self._lost_stats.values(), *members]
             total = total_of(parts)
             for stats in parts:
                 stats.drain()
         return replace(
             total,
-            kv_event_batches_total=sum(one.num_batches for one in self._publishers),
-            kv_event_batches_dropped_total=sum(one.num_dropped for one in self._publishers),
+            kv_event_batches_total=sum(publisher.num_batches for publisher in self._publishers),
+            kv_event_batches_dropped_total=sum(
+                publisher.num_dropped for publisher in self._publishers
+            ),
         )
 
     def restart_replicas(self) -> None:
@@ -214,7 +216,7 @@ class ReplicaTransport:
 
     def replica_stats(self) -> dict[str, tuple[str, Stats]]:
         """Return (numerics, counters without histogram lists) by the ids of present replicas."""
-        with self._counting:
+        with self._stats_lock:
             return {
                 replica_id: (member.numerics, replace(member.stats))
                 for replica_id, member in self._members.items()
@@ -236,7 +238,7 @@ class ReplicaTransport:
         self._loop.close()
 
     def _cancel_all(self) -> None:
-        self._forget(list(self._progress))
+        self._forget(list(self._open))
         for member in self._members.values():
             member.reports.cancel()
 
@@ -247,12 +249,12 @@ class ReplicaTransport:
             numerics, forces = self._known_facts(message)
             call = self._call(message, numerics, forces)
             task = self._loop.create_task(self._run(call))
-            self._progress[message.id] = _Progress(message, call, task, numerics, forces)
+            self._open[message.id] = _OpenRequest(message, call, task, numerics, forces)
             self._request_of[call.tag] = message.id
 
     def _known_facts(self, message: EngineRequest) -> tuple[str, bool]:
         """Return the numerics of a request's tokens, and whether the user forces tokens of it."""
-        previous = self._progress.get(message.id)
+        previous = self._open.get(message.id)
         if previous is None:
             return "", bool(message.params.forced_token_ids)
         return previous.numerics, previous.forces
@@ -306,16 +308,16 @@ class ReplicaTransport:
     def _forget(self, request_ids: Collection[str]) -> None:
         """Cancel the calls of requests that have ended."""
         for request_id in request_ids:
-            progress = self._progress.pop(request_id, None)
-            if progress is not None:
-                self._detach(progress)
+            opened = self._open.pop(request_id, None)
+            if opened is not None:
+                self._detach(opened)
 
-    def _detach(self, progress: _Progress) -> None:
+    def _detach(self, opened: _OpenRequest) -> None:
         """Cancel the call of a request; nothing that arrives for it has an effect any more."""
-        self._request_of.pop(progress.call.tag, None)
-        if progress.task is not asyncio.current_task(self._loop):
-            progress.task.cancel()
-        self.router.end(progress.call.tag)
+        self._request_of.pop(opened.call.tag, None)
+        if opened.task is not asyncio.current_task(self._loop):
+            opened.task.cancel()
+        self.router.end(opened.call.tag)
 
     def _lose(self, tags: Collection[str], reason: str, failed: bool) -> None:
         """Let the requests of lost calls go on elsewhere."""
@@ -326,32 +328,32 @@ class ReplicaTransport:
         def forget() -> None:
             # What is known of the requests stays, for their next calls.
             for request_id in ids:
-                self._detach(self._progress[request_id])
+                self._detach(self._open[request_id])
 
         def forget_ended() -> None:
             for request_id in ids:
-                progress = self._progress.get(request_id)
-                if progress is not None and progress.call.tag not in self._request_of:
-                    del self._progress[request_id]
+                opened = self._open.get(request_id)
+                if opened is not None and opened.call.tag not in self._request_of:
+                    del self._open[request_id]
 
         loss = self._receiver.lost(forget, ids, failed)
         self._post(forget_ended)  # runs after the _submit() of those that go on
         if reason != "refused":
             self.moved_total[reason] += loss.num_resumed
-        with self._counting:
-            self._past.resumed_total += loss.num_resumed
-            self._past.requests_success_total["error"] += loss.num_ended
+        with self._stats_lock:
+            self._past_stats.resumed_total += loss.num_resumed
+            self._past_stats.requests_success_total["error"] += loss.num_ended
 
     def _refuse(self, call: Call, present: Collection[str]) -> None:
         """End a request that no replica can take."""
         request_id = self._request_of.get(call.tag)
         if request_id is None:
             return
-        progress = self._progress[request_id]
+        opened = self._open[request_id]
         other = " and ".join(present)
         begun = (
-            f"its first {progress.message.num_resumed} tokens were computed with the numerics "
-            if progress.message.num_resumed
+            f"its first {opened.message.num_resumed} tokens were computed with the numerics "
+            if opened.message.num_resumed
             else "the server answers with the numerics "
         )
         message = (
@@ -381,8 +383,8 @@ class ReplicaTransport:
         """Listen to new replicas, and move the requests of removed ones."""
         for replica_id in added:
             reports = self._loop.create_task(self._listen(replica_id))
-            with self._counting:
-                stats = self._lost.pop(replica_id, Stats())
+            with self._stats_lock:
+                stats = self._lost_stats.pop(replica_id, Stats())
                 self._members[replica_id] = _Member(reports, self._free_publisher(), stats=stats)
             log.info("replica %s is present", replica_id)
         for replica_id in removed:
@@ -392,7 +394,7 @@ class ReplicaTransport:
     def _free_publisher(self) -> KVEventPublisher | None:
         """Return the first publisher that no replica has."""
         used = [member.publisher for member in self._members.values()]
-        return next((one for one in self._publishers if one not in used), None)
+        return next((publisher for publisher in self._publishers if publisher not in used), None)
 
     def _publish(self, member: _Member, events: Sequence[BlockEvent]) -> None:
         """Publish events of a replica's blocks.
@@ -411,7 +413,7 @@ class ReplicaTransport:
             query = Query(self.client_id, replica_id, self.router)
             async for reports in self._fleet.reports(query):
                 for report in reports:
-                    self._take(replica_id, report)
+                    self._handle(replica_id, report)
             why = "it ended"
         except ReplicaLostError as error:
             why = str(error)
@@ -427,9 +429,9 @@ class ReplicaTransport:
     def _reconnect(self, replica_id: str) -> None:
         """Try a lost replica again: it may be back, if only the connection broke."""
         self.router.restore(replica_id)
-        with self._counting:
-            if replica_id in self._lost and replica_id not in self.router.replica_ids:
-                self._past = total_of([self._past, self._lost.pop(replica_id)])
+        with self._stats_lock:
+            if replica_id in self._lost_stats and replica_id not in self.router.replica_ids:
+                self._past_stats = total_of([self._past_stats, self._lost_stats.pop(replica_id)])
 
     def _drain(self, replica_id: str) -> None:
         """Move the requests of a replica that takes no new ones."""
@@ -440,33 +442,33 @@ class ReplicaTransport:
 
     def _remove(self, replica_id: str, reason: str, failed: bool) -> None:
         self.router.remove(replica_id)
-        with self._counting:
+        with self._stats_lock:
             member = self._members.pop(replica_id)
             stats = member.stats.ended()
             if failed:
-                self._lost[replica_id] = stats
+                self._lost_stats[replica_id] = stats
             else:
-                self._past = total_of([self._past, stats])
+                self._past_stats = total_of([self._past_stats, stats])
         self._publish(member, [BlocksCleared()])
         self._lose(self._tags_on(replica_id), reason, failed)
 
     def _tags_on(self, replica_id: str) -> list[str]:
         """Return the calls that the router sent to a replica."""
-        calls = [progress.call for progress in self._progress.values()]
+        calls = [opened.call for opened in self._open.values()]
         return [call.tag for call in calls if call.replica_id == replica_id]
 
     def _requests_of(self, tags: Sequence[str]) -> list[str]:
         """Return the requests of calls that have not been lost meanwhile."""
         return [self._request_of[tag] for tag in tags if tag in self._request_of]
 
-    def _take(self, replica_id: str, report: ReplicaReport) -> None:
+    def _handle(self, replica_id: str, report: ReplicaReport) -> None:
         """Handle a report."""
         member = self._members.get(replica_id)
         if member is None:
             return
         member.last_report = time.monotonic()
         if isinstance(report, Updates):
-            member.busy_for = 0.0
+            member.stalled_for = 0.0
             self._deliver(member, report.updates)
         elif isinstance(report, Began):
             self._receiver.begun(self._requests_of(report.ids))
@@ -475,9 +477,9 @@ class ReplicaTransport:
         elif isinstance(report, ChangedBlocks):
             self._publish(member, report.events)
         elif isinstance(report, Heartbeat):
-            member.busy_for = report.busy_for
+            member.stalled_for = report.stalled_for
             self.router.set_ready(replica_id, True)
-            with self._counting:
+            with self._stats_lock:
                 member.stats = report.stats.after(member.stats.only_histograms())
         elif isinstance(report, Restarting):
             log.error("replica %s: %s", replica_id, report.why)
@@ -507,10 +509,10 @@ class ReplicaTransport:
             delivered.append((request_id, item))
             if isinstance(item, Exception) or item.finish_reason is not None:
                 del self._request_of[tag]
-                del self._progress[request_id]
+                del self._open[request_id]
                 self.router.end(tag)
             else:
-                self._progress[request_id].numerics = member.numerics
+                self._open[request_id].numerics = member.numerics
         self._receiver.deliver(delivered)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.cache.cache import Cache
-from lockstep.cache.groups import CacheSeq, salt_of
+from lockstep.cache.groups import CacheSeq, root_key
 from lockstep.errors import CapacityError, ConfigError, RequestError
 from lockstep.outputs import ForcedMismatch, TokenSource
 from lockstep.scheduling.chunks import FORCED_WINDOWS, split_budget
@@ -96,10 +96,11 @@ class Scheduler:
     rows that decode steps are padded to, ascending; None pads nothing. draft_policy: chooses the
     drafts per step; None: always query_len - 1. drafts_in_pages: a draft module writes drafts to
     the rows' pages, one window after the step's own tokens. adapters: digest of each adapter by its
-    name. forced_budget: maximum rows * window of a forced step. dropped, answers: fields of the
-    next schedule.
-
-    With recurrent layers, prompt chunks end on multiples of the page size.
+    name. forced_budget: maximum rows * window of a forced step. budget: maximum prompt tokens of a
+    step. min_chunk: tokens that a prompt gets at least in a step that computes any of it. align:
+    prompt chunks end on multiples of it: the page size with recurrent layers, else 1. reach: tokens
+    past the committed ones that a decode step may write. preempt_next: requests to preempt in the
+    next schedule, for tests. dropped, answers: fields of the next schedule.
     """
 
     def __init__(
@@ -133,8 +134,8 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.budget = max_num_batched_tokens
         self.max_model_len = max_model_len
-        self.drafted_rows = 0  # rows of steps that brought drafts
-        self.accepted_at = [0] * (query_len - 1)  # accepted drafts, by their place
+        self.drafts_total = 0  # rows of steps that brought drafts
+        self.accepted_at = [0] * (query_len - 1)  # accepted drafts, by their index in a row
         self.query_len = query_len
         self.drafts_in_pages = drafts_in_pages
         self.adapters = adapters or {}
@@ -144,14 +145,14 @@ class Scheduler:
         self.draft_policy = draft_policy or FixedDraftLength(query_len - 1)
         self.policy = policy
         self.preempt_every = preempt_every
-        self.grain = min(grid, max_num_batched_tokens)
+        self.min_chunk = min(grid, max_num_batched_tokens)
         self.align = grid if cache.state else 1
         self.free_rows = list(range(max_num_seqs, 0, -1))
         self.entries: dict[str, Entry] = {}
         self.running: list[Entry] = []
         self.queue: WaitingQueue[Entry] = WaitingQueue()
         self.preempted: dict[str, Entry] = {}  # those of the queue whose state is in host memory
-        self.forced: set[str] = set()
+        self.preempt_next: set[str] = set()
         self.suspects: list[Entry] = []  # the first one runs alone
         self.launched: dict[int, dict[int, Entry]] = {}
         self.drafts_ready = 0
@@ -256,7 +257,7 @@ class Scheduler:
         return CacheSeq(
             prompt=request.prompt_token_ids,
             output=request.output_token_ids,
-            salt=self.cache_root(request),
+            root=self.cache_root(request),
             reuse=reuse,
             publish=not request.is_audit,
             cache_salt=request.cache_salt,
@@ -264,9 +265,9 @@ class Scheduler:
         )
 
     def cache_root(self, request: Request) -> bytes:
-        """Return the root of a request's page keys."""
+        """Return the parent key of a request's first page."""
         digest = self.adapters[request.adapter] if request.adapter else ""
-        return salt_of(request.cache_salt, digest)
+        return root_key(request.cache_salt, digest)
 
     def abort(self, request_id: str, reason: str = "abort") -> Request | None:
         """End a request in any phase; results in flight are ignored. Returns None for an unknown
@@ -287,7 +288,7 @@ class Scheduler:
     def force_preempt(self, request_id: str) -> None:
         """Preempt a request at the next schedule, if it runs then."""
         if request_id in self.entries:
-            self.forced.add(request_id)
+            self.preempt_next.add(request_id)
 
     def has_work(self) -> bool:
         """Return whether a request is unfinished, or workers must hear of one that ended."""
@@ -296,30 +297,30 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Return the next schedule. Later schedules treat its steps as done."""
         self.ticks += 1
-        plan = Schedule(self.ticks, self.dropped, self.answers)
+        schedule = Schedule(self.ticks, self.dropped, self.answers)
         self.dropped = []
         self.answers = []
         rows: dict[int, Entry] = {}
         self._isolate_suspect()
-        self._preempt_forced(plan)
-        self._reserve(plan)
-        self._serve_queue(plan)
+        self._preempt_for_tests(schedule)
+        self._reserve(schedule)
+        self._serve_queue(schedule)
         for entry in sorted(self.running, key=lambda e: e.row):
             if not (entry.in_prompt or entry.num_forced or entry.will_finish):
-                plan.decode.append(entry.row)
+                schedule.decode.append(entry.row)
                 rows[entry.row] = entry
                 # An upper bound until update() knows how many drafts were accepted.
                 entry.max_committed += self.query_len
                 entry.in_flight += 1
-                self._mask(plan, entry)
-        self._choose_drafts(plan, any(entry.request.speculate for entry in rows.values()))
+                self._request_masks(schedule, entry)
+        self._choose_drafts(schedule, any(entry.request.speculate for entry in rows.values()))
         forcing = [entry for entry in self.running if entry.num_forced and not entry.will_finish]
-        rows.update(self._plan_forced(plan, forcing))
-        rows.update(self._plan_prompt(plan))
+        rows.update(self._plan_forced(schedule, forcing))
+        rows.update(self._plan_prompt(schedule))
         if rows:
-            self.launched[plan.tick] = rows
-        plan.evicted, plan.fetched = self.cache.end_schedule()
-        return plan
+            self.launched[schedule.tick] = rows
+        schedule.evicted, schedule.fetched = self.cache.end_schedule()
+        return schedule
 
     def context(self, schedule: Schedule) -> int:
         """Return the cached tokens of all rows of a decode step. Call before update()."""
@@ -331,11 +332,16 @@ class Scheduler:
         rows = self.launched.pop(schedule.tick, {})
         if results.decode_ms is not None:
             accepted = [results.rows[row].num_accepted for row in schedule.decode]
-            kind = (schedule.padded_rows, schedule.num_drafts, schedule.drafts_ready)
-            self.draft_policy.observe(*kind, accepted, results.decode_ms)
+            self.draft_policy.observe(
+                schedule.padded_rows,
+                schedule.num_drafts,
+                schedule.drafts_ready,
+                accepted,
+                results.decode_ms,
+            )
         # A request may have ended, and its row may have a new owner, since the launch.
         alive = {row: e for row, e in rows.items() if self.entries.get(e.request.id) is e}
-        touched = []
+        updated = []
         for row in schedule.decode:
             if row in alive:
                 entry = alive[row]
@@ -345,27 +351,27 @@ class Scheduler:
                 entry.request.metrics.num_draft_tokens += result.num_drafted
                 entry.request.metrics.num_accepted_tokens += result.num_accepted
                 self._count_drafts(result)
-                touched.append(self._give(entry, result))
+                updated.append(self._append_tokens(entry, result))
         for row in schedule.forced:
             if row in alive:
                 entry = alive[row]
                 result = results.rows[row]
-                # All of the window's tokens were counted as in flight; _give() takes one.
+                # All of the window's tokens were counted as in flight; _append_tokens() takes one.
                 entry.in_flight -= len(result.tokens) - 1
                 entry.request.metrics.num_steps += not entry.request.is_replaying
-                touched.append(self._give(entry, result))
+                updated.append(self._append_tokens(entry, result))
         for chunk in schedule.prompt:
             if chunk.row in alive:
                 entry = alive[chunk.row]
                 result = results.rows.get(chunk.row, RowResult([]))
                 entry.request.prompt_logprobs.extend(result.prompt_logprobs)
                 if chunk.last:
-                    touched.append(self._give(entry, result))
-        return touched
+                    updated.append(self._append_tokens(entry, result))
+        return updated
 
     def _count_drafts(self, result: RowResult) -> None:
         """Count the accepted drafts of a row by their index."""
-        self.drafted_rows += result.num_drafted > 0
+        self.drafts_total += result.num_drafted > 0
         for index in range(result.num_accepted):
             self.accepted_at[index] += 1
 
@@ -373,7 +379,7 @@ class Scheduler:
         """Drop the launched schedules whose results will not be read."""
         self.launched.clear()
 
-    def _give(self, entry: Entry, result: RowResult) -> Request:
+    def _append_tokens(self, entry: Entry, result: RowResult) -> Request:
         """Give a row's tokens to its request, which may end by them."""
         request = entry.request
         entry.in_flight -= 1
@@ -396,19 +402,21 @@ class Scheduler:
                 self.answers.append(request.output_token_ids)
         return request
 
-    def _choose_drafts(self, plan: Schedule, wants_drafts: bool) -> None:
+    def _choose_drafts(self, schedule: Schedule, wants_drafts: bool) -> None:
         """Choose the drafts and the padded rows of the decode step.
 
         wants_drafts: any row wants drafts; without one there is nothing to choose.
         """
-        count = len(plan.decode)
+        count = len(schedule.decode)
         if not count:
             return
-        plan.padded_rows = next((b for b in self.row_buckets or () if b >= count), count)
+        schedule.padded_rows = next((b for b in self.row_buckets or () if b >= count), count)
         policy = self.draft_policy
-        plan.num_drafts = policy.choose(plan.padded_rows) if wants_drafts else policy.min_drafts
-        plan.drafts_ready = min(plan.num_drafts, self.drafts_ready)
-        self.drafts_ready = plan.num_drafts
+        schedule.num_drafts = (
+            policy.choose(schedule.padded_rows) if wants_drafts else policy.min_drafts
+        )
+        schedule.drafts_ready = min(schedule.num_drafts, self.drafts_ready)
+        self.drafts_ready = schedule.num_drafts
 
     def _leave_row(self, entry: Entry) -> None:
         self.cache.release(entry.seq)
@@ -418,7 +426,7 @@ class Scheduler:
 
     def _finish(self, entry: Entry) -> None:
         del self.entries[entry.request.id]
-        self.forced.discard(entry.request.id)
+        self.preempt_next.discard(entry.request.id)
         if entry in self.suspects:
             self.suspects.remove(entry)
         if self.preempted.pop(entry.request.id, None) is not None:
@@ -438,13 +446,13 @@ class Scheduler:
                 if entry is not self.suspects[0]:
                     self.restart(entry.request.id)
 
-    def _preempt(self, plan: Schedule, entry: Entry) -> None:
+    def _preempt(self, schedule: Schedule, entry: Entry) -> None:
         """Move a row to host memory: only the pages that hold committed tokens."""
         used = self.cache.pages_for(min(entry.max_committed, entry.request.max_total_tokens))
         pages = entry.seq.pages[:used]
-        plan.swap_out.append(Swap(entry.row, entry.request.id, pages, entry.seq.slot))
+        schedule.swap_out.append(Swap(entry.row, entry.request.id, pages, entry.seq.slot))
         # The row's pages go to others, so its grants of this schedule are void.
-        plan.grants = [grant for grant in plan.grants if grant.row != entry.row]
+        schedule.grants = [grant for grant in schedule.grants if grant.row != entry.row]
         self._leave_row(entry)
         entry.saved = used
         entry.request.metrics.num_preemptions += 1
@@ -452,17 +460,17 @@ class Scheduler:
         self.preempted[entry.request.id] = entry
         self.queue.push(entry)
 
-    def _preempt_forced(self, plan: Schedule) -> None:
+    def _preempt_for_tests(self, schedule: Schedule) -> None:
         """Preempt for tests: requested rows, and one row of the running ones every Nth schedule."""
-        victims = [entry for entry in self.running if entry.request.id in self.forced]
-        self.forced.clear()
+        victims = [entry for entry in self.running if entry.request.id in self.preempt_next]
+        self.preempt_next.clear()
         if self.preempt_every and self.ticks % self.preempt_every == 0 and self.running:
             index = self.ticks // self.preempt_every % len(self.running)
             victims = list({*victims, self.running[index]})
         for entry in sorted(victims, key=lambda e: e.key):
-            self._preempt(plan, entry)
+            self._preempt(schedule, entry)
 
-    def _reserve(self, plan: Schedule) -> None:
+    def _reserve(self, schedule: Schedule) -> None:
         """Reserve pages for all decoding rows in the queue's order; the last rows are preempted."""
         for entry in sorted(self.running, key=lambda e: e.key):
             if not entry.row or entry.in_prompt or entry.will_finish:
@@ -470,23 +478,24 @@ class Scheduler:
             column = len(entry.seq.pages)
             while not self.cache.reserve(entry.seq, entry.need(self.reach)):
                 victim = max(self.running, key=lambda e: e.key)
-                self._preempt(plan, victim)
+                self._preempt(schedule, victim)
                 if victim is entry:
                     break
             if entry.row and len(entry.seq.pages) > column:
-                plan.grants.append(PageGrant(entry.row, column, entry.seq.pages[column:]))
+                schedule.grants.append(PageGrant(entry.row, column, entry.seq.pages[column:]))
 
-    def _serve_queue(self, plan: Schedule) -> None:
+    def _serve_queue(self, schedule: Schedule) -> None:
         """Start requests from the head of the queue until one does not fit.
 
         The cost depends on the rows that run and start, never on the number of waiting requests.
         """
         if self.suspects:
             if not self.suspects[0].row:
-                self._start(plan, self.suspects[0])
+                self._start(schedule, self.suspects[0])
             return
         overdue = sum(e.in_prompt and e.last_chunk_tick < self.ticks - 1 for e in self.running)
-        fresh = self.budget // self.grain - overdue
+        # A prompt that had no chunk in the latest schedule gets one before a new one may start.
+        num_startable = self.budget // self.min_chunk - overdue
         passed_over: list[Entry] = []
         victims: list[Entry] = []
         while (entry := self.queue.head()) is not None:
@@ -496,26 +505,28 @@ class Scheduler:
                 passed_over.append(entry)
                 continue
             is_new = entry.request.id not in self.preempted
-            if (is_new and fresh <= 0) or not self._make_room_and_start(plan, entry, victims):
+            if (is_new and num_startable <= 0) or not self._start_preempting(
+                schedule, entry, victims
+            ):
                 break
-            fresh -= entry.in_prompt
+            num_startable -= entry.in_prompt
         for entry in passed_over:
             self.queue.push(entry)
 
-    def _make_room_and_start(self, plan: Schedule, entry: Entry, victims: list[Entry]) -> bool:
+    def _start_preempting(self, schedule: Schedule, entry: Entry, victims: list[Entry]) -> bool:
         """Start a request, preempting rows of lower priority for it; return whether it has a row.
 
         victims: extended by the preempted rows, even where they were not enough.
         """
-        while not self._start(plan, entry):
+        while not self._start(schedule, entry):
             victim = max(self.running, key=lambda e: e.key, default=None)
             if victim is None or victim.key[0] <= entry.key[0]:
                 return False
-            self._preempt(plan, victim)
+            self._preempt(schedule, victim)
             victims.append(victim)
         return True
 
-    def _start(self, plan: Schedule, entry: Entry) -> bool:
+    def _start(self, schedule: Schedule, entry: Entry) -> bool:
         """Give a waiting request a row, pages and a slot; one page per running row stays spare."""
         if not self.free_rows:
             return False
@@ -541,9 +552,9 @@ class Scheduler:
         pages = list(seq.pages)
         if returns:
             del self.preempted[request.id]
-            plan.swap_in.append(Swap(entry.row, request.id, pages, seq.slot))
+            schedule.swap_in.append(Swap(entry.row, request.id, pages, seq.slot))
         else:
-            plan.admissions.append(self._admission(entry, pages))
+            schedule.admissions.append(self._admission(entry, pages))
         return True
 
     @staticmethod
@@ -554,12 +565,12 @@ class Scheduler:
         return Admission(entry.row, spec, pages, seq.slot, entry.max_committed, seq.source)
 
     @staticmethod
-    def _mask(plan: Schedule, entry: Entry) -> None:
+    def _request_masks(schedule: Schedule, entry: Entry) -> None:
         """Ask for the masks of a row whose grammar may forbid its next tokens."""
         request = entry.request
         if request.grammar is not None and request.is_constrained:
             known = len(request.prompt_token_ids) + request.grammar.accepted
-            plan.masked.append(MaskedRow(entry.row, request.id, known))
+            schedule.masked.append(MaskedRow(entry.row, request.id, known))
 
     def fill_masks(self, queries: Sequence[MaskQuery], memory: memoryview) -> frozenset[str]:
         """Answer the mask queries of a step of the latest schedule, see `FillMasks`."""
@@ -570,7 +581,7 @@ class Scheduler:
         assert grammar is not None
         return grammar
 
-    def _plan_forced(self, plan: Schedule, forcing: Sequence[Entry]) -> dict[int, Entry]:
+    def _plan_forced(self, schedule: Schedule, forcing: Sequence[Entry]) -> dict[int, Entry]:
         """Plan windows of forced tokens, in the queue's order; return their rows.
 
         forcing: rows with forced tokens to commit. All windows of a step have one length, to which
@@ -578,21 +589,21 @@ class Scheduler:
         """
         chosen: list[Entry] = []
         for entry in sorted(forcing, key=lambda e: e.key):
-            longest = max(entry.num_forced, plan.forced_len)
+            longest = max(entry.num_forced, schedule.forced_len)
             window = next(window for window in FORCED_WINDOWS if window >= longest)
             if window * (len(chosen) + 1) > self.forced_budget:
                 break
-            plan.forced_len = window
+            schedule.forced_len = window
             chosen.append(entry)
         for entry in chosen:
-            plan.forced.append(entry.row)
-            self._mask(plan, entry)
+            schedule.forced.append(entry.row)
+            self._request_masks(schedule, entry)
             count = entry.num_forced
             entry.max_committed += count
             entry.in_flight += count
         return {entry.row: entry for entry in chosen}
 
-    def _plan_prompt(self, plan: Schedule) -> dict[int, Entry]:
+    def _plan_prompt(self, schedule: Schedule) -> dict[int, Entry]:
         """Plan chunks of the prompts that waited longest, in one ragged step; return its rows.
 
         A prompt gets a grain at least. Chunks end on the page grid where state recurs, else
@@ -601,7 +612,7 @@ class Scheduler:
         size = self.cache.config.page_size
         prompts = [entry for entry in self.running if entry.in_prompt]
         ranked = sorted(prompts, key=lambda e: (e.last_chunk_tick >= 0, e.last_chunk_tick, e.key))
-        chosen = ranked[: self.budget // self.grain]
+        chosen = ranked[: self.budget // self.min_chunk]
         stops = [self.cache.prompt_end(e.seq, e.max_committed) for e in chosen]
         remaining = [stop - e.max_committed for stop, e in zip(stops, chosen, strict=True)]
         lengths = split_budget(remaining, self.budget, self.align)
@@ -612,13 +623,15 @@ class Scheduler:
             wants_snapshot = self.cache.wants_snapshot(entry.seq, start, point)
             slot = self.cache.snapshot(entry.seq, point) if wants_snapshot else 0
             last = end == entry.length
-            plan.prompt.append(PromptChunk(entry.row, start, length, last, entry.seq.source, slot))
+            schedule.prompt.append(
+                PromptChunk(entry.row, start, length, last, entry.seq.source, slot)
+            )
             entry.seq.source = 0  # later chunks continue from the row's own state
             entry.max_committed = end
             entry.last_chunk_tick = self.ticks
             entry.in_flight += last
             if last:
-                self._mask(plan, entry)
+                self._request_masks(schedule, entry)
         for entry in chosen:
             self.cache.commit(entry.seq, entry.max_committed)
         return {entry.row: entry for entry in chosen}

@@ -165,13 +165,11 @@ def _add_completions(app: FastAPI, service: Service) -> None:
         ChatWriter.KIND: partial(ChatWriter.restore, service),
         CompletionWriter.KIND: partial(CompletionWriter.restore, service),
     }
-    chat_answer = json_responses(
-        openai_schema.ChatCompletion, events=(openai_schema.ChatChunk, Error)
-    )
-    answer = json_responses(openai_schema.Completion, events=(openai_schema.CompletionChunk, Error))
     deleted = json_responses(openai_schema.DeletedAnswer)
-    _add_answers(app, service, "/v1/chat/completions", ChatWriter.KIND, chat_answer, deleted)
-    _add_answers(app, service, "/v1/completions", CompletionWriter.KIND, answer, deleted)
+    _add_answers(app, service, "/v1/chat/completions", ChatWriter.KIND, CHAT_RESPONSES, deleted)
+    _add_answers(
+        app, service, "/v1/completions", CompletionWriter.KIND, COMPLETION_RESPONSES, deleted
+    )
 
 
 def _add_answers(
@@ -195,11 +193,7 @@ def _add_answers(
             return JSONResponse(await service.streams.whole(kind, answer_id))
         return await service.streams.resume(kind, answer_id, starting_after, last_event_id)
 
-    @app.delete(
-        f"{path}/{{answer_id}}",
-        responses=deleted,
-        operation_id=f"delete_{kind}",
-    )
+    @app.delete(f"{path}/{{answer_id}}", responses=deleted, operation_id=f"delete_{kind}")
     async def delete(answer_id: str) -> JSONResponse:
         await service.streams.delete(kind, answer_id)
         return JSONResponse({"id": answer_id, "deleted": True})
@@ -363,15 +357,14 @@ async def _response_events(registry: ResponseRegistry, response_id: str, begin: 
 
 
 def _add_messages(app: FastAPI, service: Service) -> None:
-    @app.post(
-        "/v1/messages",
-        responses=json_responses(
-            anthropic_schema.MessageObject,
-            events=anthropic_schema.EVENTS,
-            named_events=True,
-            error=MessagesError,
-        ),
+    answer = json_responses(
+        anthropic_schema.MessageObject,
+        events=anthropic_schema.EVENTS,
+        named_events=True,
+        error=MessagesError,
     )
+
+    @app.post("/v1/messages", responses=answer)
     async def messages(
         body: MessagesRequest, request: Request, last_event_id: LastEventId = None
     ) -> Response:
@@ -389,12 +382,6 @@ def _add_messages(app: FastAPI, service: Service) -> None:
         return JSONResponse(token_count, headers=ignored_fields_header(body.ignored_fields()))
 
     service.streams.restorers[MessagesWriter.KIND] = partial(MessagesWriter.restore, service)
-    answer = json_responses(
-        anthropic_schema.MessageObject,
-        events=anthropic_schema.EVENTS,
-        named_events=True,
-        error=MessagesError,
-    )
     deleted = json_responses(openai_schema.DeletedAnswer, error=MessagesError)
     _add_answers(app, service, "/v1/messages", MessagesWriter.KIND, answer, deleted)
 

@@ -34,7 +34,7 @@ from lockstep.serve.telemetry.metrics import Metrics, Prefix
 from lockstep.serve.telemetry.replica_metrics import ReplicaCollector, ReplicaSource
 from lockstep.serve.telemetry.throughput import ThroughputLogger
 from lockstep.serve.telemetry.traces import SpanRecorder
-from lockstep.settings import why_unread
+from lockstep.settings import path_fault
 from lockstep.text.processor import Processor
 from lockstep.worker.roofline import StepFloors
 
@@ -438,7 +438,7 @@ def _why_unusable(tls: Mapping[str, Any], error: Exception) -> str:
             try:
                 Path(tls[name]).open("rb").close()
             except OSError as unread:
-                return f"{name}: {why_unread(unread)}"
+                return f"{name}: {path_fault(unread)}"
     return str(error)
 
 

@@ -46,28 +46,36 @@ class ChainDrafter:
         c = self.context
         rows = step.row_ids
         num_drafts = step.shape.next_drafts
-        where = (step.token_rows, step.positions, step.cu_seqlens)
-        window = verdict.tokens.shape[1]
-        next_tokens, last, at = self.mtp_inputs(c.tokens, rows, *where, verdict.accepted, window)
+        next_tokens, last, sample_at = self.mtp_inputs(
+            c.tokens,
+            rows,
+            step.token_rows,
+            step.positions,
+            step.cu_seqlens,
+            verdict.accepted,
+            verdict.tokens.shape[1],
+        )
         state = c.module.begin(hidden, aux_hidden_states)
         # The module must still write KV: later drafts attend to these positions.
         if not num_drafts:
             self.write_cache(step, next_tokens, state)
             return
-        state = self.first(step, next_tokens, last, state)
+        state = self.first_states(step, next_tokens, last, state)
         for k in range(num_drafts):
             if k:  # the first states come from the pass over the verified step
                 state = c.module(step.token_ids, state, step)
             logits = c.module.logits(state)[:, None]
-            tokens = c.sample(logits, at, no_drafts(rows), rows)[:, 0]
-            step = self.on(step, tokens, k, self.shift)
-            at = step.sample_at
+            tokens = c.sample(logits, sample_at, no_drafts(rows), rows)[:, 0]
+            step = self.next_step(step, tokens, k, self.shift)
+            sample_at = step.sample_at
 
     def write_cache(self, step: StepContext, next_tokens: Tensor, state: Tensor) -> None:
         """Write the keys and values of the step's tokens. next_tokens [T]: one after each token."""
         self.context.module.write_cache(next_tokens, state, step)
 
-    def first(self, step: StepContext, next_tokens: Tensor, last: Tensor, state: Tensor) -> Tensor:
+    def first_states(
+        self, step: StepContext, next_tokens: Tensor, last: Tensor, state: Tensor
+    ) -> Tensor:
         """Do what write_cache() does, and return the states [S, ...] of the first drafts.
 
         last [S]: index into T of each row's last committed position.
@@ -75,7 +83,7 @@ class ChainDrafter:
         states: Tensor = self.context.module(next_tokens, state, step)[last]
         return states
 
-    def on(self, step: StepContext, tokens: Tensor, k: int, shift: int) -> StepContext:
+    def next_step(self, step: StepContext, tokens: Tensor, k: int, shift: int) -> StepContext:
         """Store draft number k of each row, tokens [S]; return the step of one token each."""
         c = self.context
         table = step.page_table

@@ -176,14 +176,16 @@ class DraftModelDrafter(ChainDrafter):
         """Write the keys and values of the step's tokens, each at its own position."""
         self.context.module.write_cache(step.token_ids, state, step)
 
-    def first(self, step: StepContext, next_tokens: Tensor, last: Tensor, state: Tensor) -> Tensor:
+    def first_states(
+        self, step: StepContext, next_tokens: Tensor, last: Tensor, state: Tensor
+    ) -> Tensor:
         """Write the cache of the step's tokens, then return the states of the rows' last tokens.
 
         drafts[:, 0] of a row contains its last token until the first draft overwrites it.
         """
         self.write_cache(step, next_tokens, state)
-        one = self.on(step, next_tokens[last], 0, shift=0)
-        states: Tensor = self.context.module(one.token_ids, state[last], one)
+        next_step = self.next_step(step, next_tokens[last], 0, shift=0)
+        states: Tensor = self.context.module(next_step.token_ids, state[last], next_step)
         return states
 
 

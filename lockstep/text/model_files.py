@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.errors import CheckpointError, brief, choice_error
 from lockstep.quantization.ignored_settings import is_switched_off
-from lockstep.settings import why_unread
+from lockstep.settings import path_fault
 
 
 def damaged(path: Path, reason: object) -> CheckpointError:
@@ -23,7 +23,7 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read: {why_unread(error)}. Change its permissions, or name another "
+            f"{path} cannot be read: {path_fault(error)}. Change its permissions, or name another "
             "folder."
         ) from None
     except ValueError as error:

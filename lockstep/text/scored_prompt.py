@@ -57,7 +57,11 @@ class ScoredPrompt:
 
 def _likeliest(entry: dict[int, Logprob], token: int, count: int) -> dict[int, Logprob]:
     """Return the entry of a token with the `count` likeliest tokens."""
-    return {one: logprob for one, logprob in entry.items() if one == token or logprob.rank <= count}
+    return {
+        token_id: logprob
+        for token_id, logprob in entry.items()
+        if token_id == token or logprob.rank <= count
+    }
 
 
 def scored_prompt(request: Request) -> ScoredPrompt | None:

@@ -10,7 +10,7 @@ from pydantic import AfterValidator
 
 from lockstep.errors import ConfigError, RequestError, choice_error
 from lockstep.sampling_params import SamplingParams
-from lockstep.settings import Settings, read_named, setting, why_unread
+from lockstep.settings import Settings, path_fault, read_text_file, setting
 from lockstep.text.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 CHECKPOINTS = "auto"
@@ -110,9 +110,9 @@ class TextSettings(Settings):
         if choice is None or "{" in choice or "\n" in choice:
             return choice
         try:
-            return read_named(choice)
+            return read_text_file(choice)
         except (OSError, ValueError) as error:
-            allowed = f"a file that can be read ({why_unread(error)}), or the template itself"
+            allowed = f"a file that can be read ({path_fault(error)}), or the template itself"
             remedy = "Name another file."
             raise choice_error(ConfigError, "chat_template", choice, allowed, remedy) from None
 

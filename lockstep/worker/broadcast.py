@@ -18,7 +18,7 @@ RING_BYTES = 8 << 20
 """Bytes of the ring. A schedule of 1,024 rows takes some 100 KB, and two are in flight."""
 COUNTER = struct.Struct("q")
 """Number of messages that a rank has read; one counter per reader begins the memory."""
-PLACE = struct.Struct("qq")
+HEADER = struct.Struct("qq")
 """Offset and length of a message. Offset -1: it is too large for the ring and follows in the pipe.
 """
 POLL_SECONDS = 50e-6
@@ -34,7 +34,7 @@ class _Region:
     number: int
 
 
-def mapped(memory: SharedMemory) -> memoryview:
+def mapped_bytes(memory: SharedMemory) -> memoryview:
     """Return the bytes of a shared memory that is not closed."""
     assert memory.buf is not None, "it is open"
     return memory.buf
@@ -47,11 +47,11 @@ class Broadcaster:
         self._num_readers = num_readers
         self._base = COUNTER.size * num_readers
         self._memory = SharedMemory(create=True, size=self._base + RING_BYTES)
-        self._bytes = mapped(self._memory)
+        self._bytes = mapped_bytes(self._memory)
         self._num_sent = 0
         self._end = 0
         self._unread: deque[_Region] = deque()
-        self._named = True
+        self._has_name = True
 
     @property
     def name(self) -> str:
@@ -63,8 +63,8 @@ class Broadcaster:
 
         The system frees the memory when the last process ends, however it ends.
         """
-        if self._named:
-            self._named = False
+        if self._has_name:
+            self._has_name = False
             self._memory.unlink()
 
     def close(self) -> None:
@@ -85,14 +85,14 @@ class Broadcaster:
         self._num_sent += 1
         if len(data) > RING_BYTES // 2:
             for pipe in pipes:
-                pipe.send_bytes(PLACE.pack(-1, len(data)))
+                pipe.send_bytes(HEADER.pack(-1, len(data)))
                 pipe.send_bytes(data)
             return
         region = self._reserve(len(data), check)
         begin = self._base + region.begin
         self._bytes[begin : begin + len(data)] = data
         for pipe in pipes:
-            pipe.send_bytes(PLACE.pack(region.begin, len(data)))
+            pipe.send_bytes(HEADER.pack(region.begin, len(data)))
 
     def _reserve(self, size: int, check: Callable[[], None]) -> _Region:
         """Return a region that no reader reads any more."""
@@ -114,7 +114,9 @@ class Broadcaster:
         num_read = min(counters)
         while self._unread and self._unread[0].number <= num_read:
             self._unread.popleft()
-        return any(one.begin < region.end and region.begin < one.end for one in self._unread)
+        return any(
+            unread.begin < region.end and region.begin < unread.end for unread in self._unread
+        )
 
 
 class Receiver:
@@ -129,7 +131,7 @@ class Receiver:
         decode: Callable[[bytes | memoryview], Any] = pickle.loads,
     ) -> None:
         self._memory = SharedMemory(name)
-        self._bytes = mapped(self._memory)
+        self._bytes = mapped_bytes(self._memory)
         self._counter = COUNTER.size * number
         self._base = COUNTER.size * num_readers
         self._pipe = pipe
@@ -138,7 +140,7 @@ class Receiver:
 
     def receive(self) -> Any:
         """Wait for the next message. Raises EOFError once the sender has ended."""
-        offset, length = PLACE.unpack(self._pipe.recv_bytes())
+        offset, length = HEADER.unpack(self._pipe.recv_bytes())
         if offset < 0:
             message = self._decode(self._pipe.recv_bytes())
         else:

@@ -133,7 +133,7 @@ def step_limits(
     drafting = config.speculative_config
     cuda = device == "cuda"
     rows = config.max_num_seqs or (GPU_ROWS if cuda else CPU_ROWS)
-    adapters = {one.name: one.digest for one in read_adapters(config.lora_modules)}
+    adapters = {adapter.name: adapter.digest for adapter in read_adapters(config.lora_modules)}
     return StepLimits(
         model_path=checkpoint.folder,
         device=device,

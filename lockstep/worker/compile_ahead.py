@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import lockstep.kernels
+import lockstep
 from lockstep import __version__
-from lockstep.child_processes import IGNORED_SIGNALS, blocked_signals
+from lockstep.child_processes import IGNORED_SIGNALS, blocked_signals, end_with_parent
 from lockstep.config import EngineConfig, StepLimits
-from lockstep.kernels.architecture import Architecture
+from lockstep.kernels.architecture import WARP_SIZE, Architecture
+from lockstep.models.checkpoint import settings_files
 from lockstep.progress import Progress
 from lockstep.scheduling.chunks import FORCED_WINDOWS
+from lockstep.spec.options import FolderOptions
 from lockstep.step import StepShape
 from lockstep.worker.build import largest_prompt_step
 from lockstep.worker.dry_run import dry
@@ -40,7 +42,6 @@ from lockstep.worker.worker import (
 
 log = logging.getLogger("lockstep.engine")
 
-WARP_SIZE = 32
 WORK = "compiling"
 """Name of the work for progress bars."""
 POLL_SECONDS = 0.1
@@ -185,6 +186,9 @@ class KernelCompiler:
 
     def _work(self) -> None:
         """Compile until none remains."""
+        # A compiler that hangs looks at nothing, and keeps open what it has of its parent's pipes:
+        # whoever reads them would not notice that the parent was killed.
+        end_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # which terminals send to a process group
         # multiprocessing sends it when the parent exits, and waits for the end of this process.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -247,15 +251,23 @@ class KernelCompiler:
 class CompiledMark:
     """File in Triton's cache which says that the cache has all kernels of an engine.
 
-    It is in the cache so that it is deleted and copied together with the kernels.
+    It is in the cache so that it is deleted and copied together with the kernels. Its name changes
+    with the settings, with the files of the checkpoints that say how their models are built, and
+    with the code.
     """
 
     def __init__(self, config: EngineConfig, limits: StepLimits, card: Architecture) -> None:
         import triton
 
-        identity = (__version__, triton.__version__, card, limits, config)
+        folders = [limits.model_path]
+        if isinstance(config.speculative_config, FolderOptions):
+            folders.append(config.speculative_config.folder)
+        identity = (__version__, triton.__version__, card, limits, config, folders)
         hasher = sha256(repr(identity).encode())
-        for path in sorted(Path(lockstep.kernels.__path__[0]).rglob("*.py")):
+        # A checkpoint may be replaced in place.
+        settings = [path for folder in folders for path in settings_files(folder)]
+        code = sorted(Path(lockstep.__path__[0]).rglob("*.py"))
+        for path in (*settings, *code):
             hasher.update(path.read_bytes())
         self.path = kernel_cache() / f"lockstep-{hasher.hexdigest()[:16]}"
 
@@ -297,10 +309,14 @@ class StartCompiler:
         try:
             compiler = KernelCompiler(record_kernels(make(), limits))
             compiler.start()
-        except (RuntimeError, AssertionError, OSError) as error:
-            # torch asserts what it cannot do dry.
+        except Exception as error:
+            # A start needs none of this: torch asserts what it cannot do dry, and recording uses
+            # functions of Triton that change with its releases. What the user has to mend is raised
+            # again when the engine is built.
             log.warning(
-                "kernels are compiled one after the other, at their first launch: %s", error
+                "kernels are compiled one after the other, at their first launch: %s: %s",
+                type(error).__name__,
+                error,
             )
             return
         self._compiler = compiler

@@ -35,7 +35,7 @@ from lockstep.worker.build import (
 )
 from lockstep.worker.explain_ranks import RankBytes, explain_ranks
 from lockstep.worker.memory_estimate import DryEngine, planner_of
-from lockstep.worker.memory_planner import why_not
+from lockstep.worker.memory_planner import shortage_reason
 
 SHARED_NOTE = (
     "shared memory by kernel is not computed here: compiling them takes minutes; "
@@ -100,10 +100,10 @@ def plan(
     share = 1.0 if config.kv_cache_memory_bytes else config.gpu_memory_utilization
     ladder = planner.ladder()
     known = total is not None
-    chosen = planner.plan(int((total or 0) * share)) if known else planner.unfilled(ladder[0])
+    chosen = planner.plan(int((total or 0) * share)) if known else planner.min_plan(ladder[0])
     entry = chosen.entry
     limits = sized(limits, config, entry.rows, entry.tokens)
-    smallest = sum(planner.least(ladder[-1]).values())
+    smallest = sum(planner.min_bytes(ladder[-1]).values())
     parts = {f"{name}_bytes": size for name, size in chosen.parts.items()}
     report: dict[str, Any] = dict(
         dtype=limits.dtype,
@@ -124,7 +124,9 @@ def plan(
     report |= dict(gpu_memory_bytes=total, available_bytes=chosen.available)
     report["fits"] = not chosen.short
     if chosen.short:
-        return limits, report | dict(num_pages=0, num_slots=0, notes=(), why=why_not(chosen))
+        return limits, report | dict(
+            num_pages=0, num_slots=0, notes=(), why=shortage_reason(chosen)
+        )
     tokens = (chosen.pages - 1) * PAGE_SIZE
     size = dict(num_pages=chosen.pages, num_slots=chosen.slots, cache_tokens=tokens)
     if tokens < limits.max_model_len:  # the user's num_gpu_blocks are fewer than one request needs
@@ -279,7 +281,7 @@ def _latent_tiles(
             *_step_of(tokens, limits), layer.heads, layer.latent, keys, latent_tile
         )
 
-    size = f"{layer.heads} heads of {layer.latent} + {layer.turned}"
+    size = f"{layer.heads} heads of {layer.latent} + {layer.rope_dim}"
     yield "latent_attention", size, tile
 
 

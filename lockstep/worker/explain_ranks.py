@@ -45,7 +45,7 @@ def explain_ranks(
     """
     return {
         "exchange_backend": backend,
-        "bytes": [one.report(rank) for rank, one in enumerate(ranks)],
+        "bytes": [rank_bytes.report(rank) for rank, rank_bytes in enumerate(ranks)],
         "exchanges": [*_by_layer("verify", costs.target), *_by_layer("drafts", costs.draft)],
         "steps": list(_steps(costs, limits)),
     }

@@ -80,7 +80,8 @@ class GrammarMasks:
         """
         table = self.table
         columns = torch.tensor(
-            [[one.masked.row, one.masked.num_known] for one in chosen], dtype=torch.int64
+            [[step_row.masked.row, step_row.masked.num_known] for step_row in chosen],
+            dtype=torch.int64,
         )
         on_device = torch.empty_like(columns, device=table.tokens.device)
         copy_to_device(columns, on_device)
@@ -96,17 +97,17 @@ class GrammarMasks:
     ) -> None:
         """Get the masks of the step from the host and copy them to the device."""
         queries = []
-        for one, numbers in zip(chosen, unseen.tolist(), strict=True):
+        for step_row, numbers in zip(chosen, unseen.tolist(), strict=True):
             computed, *tokens = numbers
             drafts = tokens[self.max_query_len :][: query_len - 1]
-            new_tokens = tokens[: max(computed + 1 - one.masked.num_known, 0)]
+            new_tokens = tokens[: max(computed + 1 - step_row.masked.num_known, 0)]
             valid = list(takewhile(lambda token: token >= 0, drafts))
-            first = one.index * query_len
-            queries.append(MaskQuery(one.masked.request_id, new_tokens, valid, first))
+            first = step_row.index * query_len
+            queries.append(MaskQuery(step_row.masked.request_id, new_tokens, valid, first))
         free = fill_masks(queries, self.memory)
-        for one in chosen:
-            if one.masked.request_id in free:
+        for step_row in chosen:
+            if step_row.masked.request_id in free:
                 # `decide` is not launched yet, so this step already samples without masks.
-                remove_masks(self.table.sampling, one.masked.row)
+                remove_masks(self.table.sampling, step_row.masked.row)
         span = slice(chosen[0].index * query_len, (chosen[-1].index + 1) * query_len)
         self.table.allowed[span].copy_(self.host[span], non_blocking=True)

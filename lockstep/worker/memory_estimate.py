@@ -38,7 +38,7 @@ from lockstep.worker.build import (
 )
 from lockstep.worker.dry_run import allocated, dry, step_bytes
 from lockstep.worker.hooks import NO_HOOKS
-from lockstep.worker.memory_planner import Planner, Typed
+from lockstep.worker.memory_planner import Planner, UserSizes
 from lockstep.worker.program import Program
 from lockstep.worker.roofline import StepCosts
 from lockstep.worker.worker import forced_shape, largest_forced_step
@@ -203,14 +203,14 @@ def _assume_scales(*roots: nn.Module | None) -> None:
 
 def planner_of(config: EngineConfig, limits: StepLimits, dry_engine: DryEngine) -> Planner:
     """Return the planner of an engine's memory."""
-    typed = Typed(
+    user_sizes = UserSizes(
         rows=config.max_num_seqs,
         tokens=config.max_num_batched_tokens,
         snapshots=config.num_snapshots,
         pages=config.num_gpu_blocks,
         cache_bytes=config.kv_cache_memory_bytes,
     )
-    return Planner(typed, dry_engine, limits.row_columns, config.enable_prefix_caching)
+    return Planner(user_sizes, dry_engine, limits.row_columns, config.enable_prefix_caching)
 
 
 def weight_bytes(*roots: nn.Module | None) -> int:

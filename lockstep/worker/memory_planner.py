@@ -46,7 +46,7 @@ NAMES = {
     "pages": "num_gpu_blocks",
     "cache_bytes": "kv_cache_memory_bytes",
 }
-"""Field of Typed -> name of the setting."""
+"""Field of UserSizes -> name of the setting."""
 GB = 1e9
 
 
@@ -76,8 +76,8 @@ class Costs(Protocol):
 
 
 @dataclass(frozen=True)
-class Typed:
-    """Settings of the user; None where the planner chooses. snapshots: in total."""
+class UserSizes:
+    """Sizes that the user set; None where the planner chooses. snapshots: in total."""
 
     rows: int | None = None
     tokens: int | None = None
@@ -85,8 +85,8 @@ class Typed:
     pages: int | None = None
     cache_bytes: int | None = None
 
-    def named(self) -> tuple[str, ...]:
-        """Return the user's settings as `name=value`."""
+    def settings(self) -> tuple[str, ...]:
+        """Return the settings that the user gave, each as `name=value`."""
         return tuple(
             f"{NAMES[name]}={value}" for name, value in vars(self).items() if value is not None
         )
@@ -106,8 +106,8 @@ class MemoryPlan:
     """Memory plan: the chosen entry, bytes by part, and what more memory would allow.
 
     parts: bytes by name, pages and state included. available: bytes for all parts. notes: sentences
-    for people. short: missing bytes, 0 where the plan fits. typed: the user's settings, for the
-    error message.
+    for people. short: missing bytes, 0 where the plan fits. user_settings: the user's settings as
+    name=value, for the error message.
     """
 
     entry: Entry
@@ -117,7 +117,7 @@ class MemoryPlan:
     available: int
     notes: tuple[str, ...] = ()
     short: int = 0
-    typed: tuple[str, ...] = ()
+    user_settings: tuple[str, ...] = ()
 
     @property
     def needed(self) -> int:
@@ -127,11 +127,13 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Planner:
-    """Planner for requests of up to `columns` pages each. prefix_caching: prefixes are cached, for
-    which recurrent layers need snapshots.
+    """Planner of an engine's memory on one GPU.
+
+    columns: pages of the longest request. prefix_caching: prefixes are cached, for which recurrent
+    layers need snapshots.
     """
 
-    typed: Typed
+    user_sizes: UserSizes
     costs: Costs
     columns: int
     prefix_caching: bool = True
@@ -152,42 +154,44 @@ class Planner:
         entries = self.ladder()
         index = self._first_fit(entries, available)
         if index == len(entries):
-            return self.unfilled(entries[-1], available)
+            return self.min_plan(entries[-1], available)
         entry = entries[index]
         return self._filled(entry, available, tuple(self._notes(entries, index, available)))
 
-    def unfilled(self, entry: Entry, available: int = 0) -> MemoryPlan:
+    def min_plan(self, entry: Entry, available: int = 0) -> MemoryPlan:
         """Return the minimum plan of an entry, whether it fits or not."""
-        parts = self.least(entry)
+        parts = self.min_bytes(entry)
         short = sum(parts.values()) - available
-        if self.typed.cache_bytes is not None:
-            short = max(short, self._cache_of(parts) - self.typed.cache_bytes)
-        size = self.least_size(entry)
-        typed = self.typed.named()
-        return MemoryPlan(entry, *size, parts, available, short=max(short, 0), typed=typed)
+        if self.user_sizes.cache_bytes is not None:
+            short = max(short, self._cache_of(parts) - self.user_sizes.cache_bytes)
+        size = self.min_size(entry)
+        settings = self.user_sizes.settings()
+        return MemoryPlan(
+            entry, *size, parts, available, short=max(short, 0), user_settings=settings
+        )
 
-    def least(self, entry: Entry) -> dict[str, int]:
+    def min_bytes(self, entry: Entry) -> dict[str, int]:
         """Return the minimum bytes of an entry, by part."""
         parts = dict(self.costs.fixed) | self.costs.working(entry.rows, entry.tokens)
-        return parts | self._cache(*self.least_size(entry))
+        return parts | self._cache(*self.min_size(entry))
 
-    def least_size(self, entry: Entry) -> tuple[int, int]:
+    def min_size(self, entry: Entry) -> tuple[int, int]:
         """Return the minimum pages and slots of an entry, the null ones included."""
         return self._pages(entry.rows), self._slots(entry)
 
-    def lacking(self, entry: Entry, budget: int) -> int:
+    def missing_bytes(self, entry: Entry, budget: int) -> int:
         """Return the bytes that a cache of `budget` bytes lacks for an entry; negative for spare
         bytes.
         """
-        return sum(self._cache(*self.least_size(entry)).values()) - budget
+        return sum(self._cache(*self.min_size(entry)).values()) - budget
 
     def _entry(self, rows: int, tokens: int, snapshots: bool) -> Entry:
-        typed = self.typed
-        rows = rows if typed.rows is None else typed.rows
+        user_sizes = self.user_sizes
+        rows = rows if user_sizes.rows is None else user_sizes.rows
         kept = rows if snapshots and self._wants_snapshots else 0
-        if typed.snapshots is not None:
-            kept = typed.snapshots
-        return Entry(rows, typed.tokens or tokens, kept if self.costs.slot else 0)
+        if user_sizes.snapshots is not None:
+            kept = user_sizes.snapshots
+        return Entry(rows, user_sizes.tokens or tokens, kept if self.costs.slot else 0)
 
     @property
     def _wants_snapshots(self) -> bool:
@@ -199,20 +203,20 @@ class Planner:
         The first entry is tried first: most GPUs have room for it. Then a bisection, since each
         entry costs a dry run of a step, and no entry takes more than the one before it.
         """
-        if self._fits(self.least(entries[0]), available):
+        if self._fits(self.min_bytes(entries[0]), available):
             return 0
         low = 1
         high = len(entries)
         while low < high:
             middle = (low + high) // 2
-            if self._fits(self.least(entries[middle]), available):
+            if self._fits(self.min_bytes(entries[middle]), available):
                 high = middle
             else:
                 low = middle + 1
         return low
 
     def _fits(self, parts: dict[str, int], available: int) -> bool:
-        bound = self.typed.cache_bytes
+        bound = self.user_sizes.cache_bytes
         cached = bound is None or self._cache_of(parts) <= bound
         return cached and sum(parts.values()) <= available
 
@@ -227,10 +231,10 @@ class Planner:
         """Return the minimum pages: the null page, and the larger of one full-length request and
         the assumed context of every row (where the planner chooses the rows).
         """
-        if self.typed.pages is not None:
-            return self.typed.pages
+        if self.user_sizes.pages is not None:
+            return self.user_sizes.pages
         mean = min(-(-ASSUMED_CONTEXT // PAGE_SIZE), self.columns)
-        of_rows = mean * rows if self.typed.rows is None else 0
+        of_rows = mean * rows if self.user_sizes.rows is None else 0
         return 1 + max(self.columns, of_rows)
 
     def _slots(self, entry: Entry) -> int:
@@ -239,24 +243,24 @@ class Planner:
 
     def _filled(self, entry: Entry, available: int, notes: tuple[str, ...]) -> MemoryPlan:
         """Return the plan of an entry, with spare bytes given to snapshots and pages."""
-        parts = self.least(entry)
+        parts = self.min_bytes(entry)
         cached = self._cache_of(parts)
         spare = available - sum(parts.values())
-        if self.typed.cache_bytes is not None:
-            spare = min(spare, self.typed.cache_bytes - cached)
-        size = self.fill(entry, spare)
+        if self.user_sizes.cache_bytes is not None:
+            spare = min(spare, self.user_sizes.cache_bytes - cached)
+        size = self.fill_cache(entry, spare)
         parts |= self._cache(*size)
         return MemoryPlan(entry, *size, parts, available, notes)
 
-    def fill(self, entry: Entry, spare: int) -> tuple[int, int]:
+    def fill_cache(self, entry: Entry, spare: int) -> tuple[int, int]:
         """Return pages and slots of an entry with `spare` bytes beyond its minimum."""
-        pages, slots = self.least_size(entry)
-        if self._wants_snapshots and self.typed.snapshots is None:
+        pages, slots = self.min_size(entry)
+        if self._wants_snapshots and self.user_sizes.snapshots is None:
             max_more = MAX_SNAPSHOTS_PER_ROW * entry.rows - entry.snapshots
             more = max(min(max_more, int(spare * SNAPSHOT_SHARE) // self.costs.slot), 0)
             slots += more
             spare -= more * self.costs.slot
-        if self.typed.pages is None:
+        if self.user_sizes.pages is None:
             useful = entry.rows * self.columns * PAGES_PER_ROW + 1
             pages = max(min(pages + spare // self.costs.page, useful), pages)
         return pages, slots
@@ -266,11 +270,11 @@ class Planner:
         entry = entries[index]
         chosen = [
             f"{name}={value}"
-            for name, value, typed in (
-                ("max_num_seqs", entry.rows, self.typed.rows),
-                ("max_num_batched_tokens", entry.tokens, self.typed.tokens),
+            for name, value, user_size in (
+                ("max_num_seqs", entry.rows, self.user_sizes.rows),
+                ("max_num_batched_tokens", entry.tokens, self.user_sizes.tokens),
             )
-            if typed is None
+            if user_size is None
         ]
         if not chosen:
             return
@@ -279,7 +283,7 @@ class Planner:
             return
         for target in dict.fromkeys((index - 1, 0)):
             better = entries[target]
-            more = sum(self.least(better).values()) - available
+            more = sum(self.min_bytes(better).values()) - available
             if more > 0:
                 yield f"{more / GB:.2f} GB more would allow {_described(entry, better)}"
 
@@ -316,17 +320,17 @@ def describe_parts(parts: dict[str, int]) -> str:
 
 def shortage(plan: MemoryPlan) -> CapacityError:
     """Return the error of a plan that does not fit."""
-    return CapacityError(why_not(plan))
+    return CapacityError(shortage_reason(plan))
 
 
-def why_not(plan: MemoryPlan) -> str:
+def shortage_reason(plan: MemoryPlan) -> str:
     """Return why a plan does not fit, in figures that add up, and what to change."""
     entry = plan.entry
-    typed = f", or change {', '.join(plan.typed)}" if plan.typed else ""
+    change = f", or change {', '.join(plan.user_settings)}" if plan.user_settings else ""
     return (
         f"the model does not fit even with max_num_seqs={entry.rows} and "
         f"max_num_batched_tokens={entry.tokens}: {plan.needed / GB:.2f} GB are needed "
         f"({describe_parts(plan.parts)}), {plan.available / GB:.2f} GB are available, "
         f"{plan.short / GB:.2f} GB are missing. Lower max_model_len, choose a kv_cache_dtype or "
-        f"weights of fewer bytes, raise gpu_memory_utilization{typed}."
+        f"weights of fewer bytes, raise gpu_memory_utilization{change}."
     )

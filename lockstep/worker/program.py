@@ -33,7 +33,7 @@ class Forwarded:
         return repr(self.step.shape)
 
 
-class Target(Protocol):
+class TargetModel(Protocol):
     """Interface of a model to a step."""
 
     def __call__(self, step: StepContext) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -68,7 +68,7 @@ class Program:
     def __init__(
         self,
         table: RowTable,
-        model: Target,
+        model: TargetModel,
         sampler: Sampler,
         drafter: Drafter,
         on_answer: Sequence[Callable[[Sequence[int]], None]] = (),

@@ -1,5 +1,6 @@
 """Process of a rank after the first: it executes what the first rank's process broadcasts."""
 
+import multiprocessing
 import os
 import pickle
 import threading
@@ -265,6 +266,8 @@ def run_rank(
     """
     reclaim_signal_handlers()
     ignore_signals()
+    # The first rank of a node starts processes that compile kernels; they end with it.
+    multiprocessing.current_process().daemon = False
     receiver = Receiver(
         settings.memory, settings.reader, settings.num_readers, pipe, settings.decode
     )

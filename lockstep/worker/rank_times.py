@@ -48,7 +48,7 @@ def start_step_times(worker: Worker) -> None:
 
 def end_step_times(worker: Worker) -> list[float]:
     """Return the mean ms of a decode step of each rank since start_step_times()."""
-    (times,) = (one for one in worker.observers if isinstance(one, StepTimes))
+    (times,) = (observer for observer in worker.observers if isinstance(observer, StepTimes))
     worker.observers.remove(times)
     return gather_times(worker, times.mean_ms())
 

@@ -47,7 +47,7 @@ def write_row(table: RowTable, row: int, spec: RowSpec, start: int) -> None:
     write_sampling(table.sampling, row, spec, prompt)
 
 
-def write_place(table: RowTable, row: int, pages: list[int], slot: int) -> None:
+def write_pages_and_slot(table: RowTable, row: int, pages: list[int], slot: int) -> None:
     """Write the page table and the state slot of a row."""
     # Columns past the granted pages point to the null page.
     copy_to_device(0, table.page_table[row])
@@ -153,6 +153,6 @@ def restore_row(
     """Copy a saved row into a new row. Pages past the saved ones are fresh."""
     for tensor, kept in zip(table.row_tensors(), saved.table, strict=True):
         copy_to_device(kept, tensor[row])
-    write_place(table, row, pages, slot)
-    transfers.back(transfers.pages, pages[: len(saved.pages)], saved.pages)
-    transfers.back(transfers.slots, [slot] if slot else [], saved.state)
+    write_pages_and_slot(table, row, pages, slot)
+    transfers.copy_in(transfers.pages, pages[: len(saved.pages)], saved.pages)
+    transfers.copy_in(transfers.slots, [slot] if slot else [], saved.state)

@@ -120,7 +120,8 @@ class WorkerStartup:
             )
             if not _sizes_are_set(config):
                 self.planned = plan_memory(config, self.limits, make(), group)
-            if group.index == 0:  # all ranks launch the same kernels
+            # All ranks launch the same kernels, and those of a node share Triton's cache.
+            if group.index == config.node_ranks.start:
                 limits = self.limits
                 if self.planned is not None:
                     limits = self.planned.sized(limits, config)
@@ -255,8 +256,8 @@ def configured_cache(
 
 def _sizes_are_set(config: EngineConfig) -> bool:
     """Return whether the user set all sizes, so that nothing has to be measured."""
-    typed = (config.max_num_seqs, config.max_num_batched_tokens, config.num_gpu_blocks)
-    return None not in typed
+    user_sizes = (config.max_num_seqs, config.max_num_batched_tokens, config.num_gpu_blocks)
+    return None not in user_sizes
 
 
 def dry_engine_of(
@@ -316,19 +317,19 @@ class Fitting:
             parts, budget = self._measure(limits, program)
             # All ranks choose the same entry, since they run its steps together.
             budget = smallest(self.build.group, budget)
-            lacking = planner.lacking(entry, budget)
-            if lacking <= 0:
+            missing = planner.missing_bytes(entry, budget)
+            if missing <= 0:
                 break
-            # By estimates this entry needs its least bytes; it now must not fit by `lacking`.
-            smaller = planner.plan(sum(planner.least(entry).values()) - lacking)
+            # By estimates this entry needs its minimum bytes; it now must not fit by `missing`.
+            smaller = planner.plan(sum(planner.min_bytes(entry).values()) - missing)
             if smaller.short:
-                raise shortage(self._measured_shortage(plan, parts, lacking))
+                raise shortage(self._measured_shortage(plan, parts, missing))
             plan = smaller
             del program
             del self.build.choices[choices:]
             gc.collect()
             torch.cuda.empty_cache()
-        size = memory.CacheSize(*planner.fill(entry, -lacking))
+        size = memory.CacheSize(*planner.fill_cache(entry, -missing))
         cost = memory.cache_bytes(self.layers)
         parts |= {"pages": size.pages * cost.page}
         if size.slots:
@@ -369,15 +370,17 @@ class Fitting:
         return parts, budget if bound is None else min(budget, bound)
 
     def _measured_shortage(
-        self, plan: MemoryPlan, parts: dict[str, int], lacking: int
+        self, plan: MemoryPlan, parts: dict[str, int], missing: int
     ) -> MemoryPlan:
-        """The plan that does not fit, with measured bytes."""
-        estimated = self.planned.planner.least(plan.entry)
+        """Return the plan that does not fit, with measured bytes."""
+        estimated = self.planned.planner.min_bytes(plan.entry)
         cache = {name: estimated[name] for name in ("pages", "state") if name in estimated}
         parts = {name: size for name, size in (parts | cache).items() if size}
-        available = sum(parts.values()) - lacking
-        typed = self.planned.planner.typed.named()
-        return replace(plan, parts=parts, available=available, short=lacking, typed=typed)
+        available = sum(parts.values()) - missing
+        settings = self.planned.planner.user_sizes.settings()
+        return replace(
+            plan, parts=parts, available=available, short=missing, user_settings=settings
+        )
 
 
 def smallest(group: RankGroup, number: int) -> int:

@@ -15,7 +15,9 @@ from lockstep.worker.row_table import RowTable
 from lockstep.worker.sampler import Sampler
 
 COINS = 1 << 16
+"""Hashes that are drawn once; all rows read them, from different ones on."""
 STRIDE = 7919
+"""Coins between the beginnings of rows whose seeds follow each other; a prime."""
 
 
 class SyntheticSampler(Sampler):

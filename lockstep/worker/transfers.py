@@ -153,18 +153,18 @@ class Transfers:
             size = (len(ids[begin : begin + count]), units.words)
             lines = torch.empty(size, dtype=units.word, pin_memory=self.stream.pins)
             host_tensors += [[line] for line in lines]
-        self.out(units, ids, host_tensors)
+        self.copy_out(units, ids, host_tensors)
         return host_tensors
 
     def evict(self, moves: Moves) -> None:
         """Copy pages and slots to their host pages, in the order of the steps."""
         for name, chosen in moves.items():
-            self.out(self.units[name], *self._resolve(self.units[name], chosen))
+            self.copy_out(self.units[name], *self._resolve(self.units[name], chosen))
 
     def fetch(self, moves: Moves) -> None:
         """Copy host pages into pages and slots, before later steps."""
         for name, chosen in moves.items():
-            self.back(self.units[name], *self._resolve(self.units[name], chosen))
+            self.copy_in(self.units[name], *self._resolve(self.units[name], chosen))
 
     def _resolve(self, units: Units, moves: Sequence[Move]) -> tuple[list[int], list[list[Tensor]]]:
         """Return the units of moves, and the host tensors of each."""
@@ -173,7 +173,7 @@ class Transfers:
         host_tensors = [[host[p // count][p % count] for p in move.host_pages] for move in moves]
         return [move.unit for move in moves], host_tensors
 
-    def out(
+    def copy_out(
         self, units: Units, ids: Sequence[int], host_tensors: Sequence[Sequence[Tensor]]
     ) -> None:
         """Copy units to host tensors, in the order of the steps."""
@@ -186,7 +186,7 @@ class Transfers:
                 torch.index_select(part, 0, index, out=column)
             staging.idle = self.stream.copy(_pairs(span, lines, chosen), self.stream.mark())
 
-    def back(
+    def copy_in(
         self, units: Units, ids: Sequence[int], host_tensors: Sequence[Sequence[Tensor]]
     ) -> None:
         """Copy host tensors into units, before later steps."""

@@ -199,7 +199,7 @@ class Worker:
         # Evicted pages are read before any row of this schedule writes them.
         self.transfers.evict(schedule.evicted)
         self._update_rows(schedule)
-        masked = {one.row: one for one in schedule.masked}
+        masked = {entry.row: entry for entry in schedule.masked}
         launched = []
         if schedule.decode:
             shape = StepShape.uniform(schedule.padded_rows, schedule.num_drafts + 1)
@@ -227,7 +227,7 @@ class Worker:
             self.specs[swap.row] = saved.spec
         for admission in schedule.admissions:
             rows.write_row(table, admission.row, admission.spec, admission.start)
-            rows.write_place(table, admission.row, admission.pages, admission.state_slot)
+            rows.write_pages_and_slot(table, admission.row, admission.pages, admission.state_slot)
             self.specs[admission.row] = admission.spec
         for grant in schedule.grants:
             rows.write_pages(table, grant.row, grant.column, grant.pages)

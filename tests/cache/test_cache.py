@@ -166,7 +166,7 @@ def test_disabled_caching_and_opt_out_have_no_hits() -> None:
     cache = make()
     run_prompt(cache, [1] * 8)
     assert cache.admit(CacheSeq([1] * 9, reuse=False), 9) == 0
-    assert cache.admit(CacheSeq([1] * 9, salt=b"other"), 9) == 0
+    assert cache.admit(CacheSeq([1] * 9, root=b"other"), 9) == 0
 
 
 def test_reset_empties_the_cache_and_keeps_owned_pages() -> None:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 import pytest
 
 from lockstep.cache.cache import Cache, CacheConfig
-from lockstep.cache.groups import CacheSeq, salt_of
+from lockstep.cache.groups import CacheSeq, root_key
 from lockstep.cache.host_tier import PAGES, SLOTS, HostPool, Moves
 
 PAGE = 4
@@ -23,7 +23,7 @@ def run_prompt(cache: Cache, tokens: list[int], salt: str = "") -> tuple[int, Mo
 
     Returns: number of cached tokens, moves to the host, and back.
     """
-    seq = CacheSeq(tokens, salt=salt_of(salt))
+    seq = CacheSeq(tokens, root=root_key(salt))
     cached = cache.admit(seq, len(tokens))
     assert cached is not None
     if cache.state:

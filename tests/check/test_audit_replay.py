@@ -42,8 +42,10 @@ def test_file_suffices_to_run_the_request_again(name: str, tmp_path: Path) -> No
     record = read_replay(write_record(tmp_path, **CASES[name]))
     assert isinstance(record, AuditRecord)
     report = replay_audit(record)
-    assert not report.failures and not report.refused
-    # The plain run, the request alone and with its cached prefix, and four copies.
+    assert not report.failures
+    assert report.refused == {"the cached prefix": "no token of the prompt was cached"}
+    assert {tally.setup.phase for tally in report.tallies} == {"cold"}
+    # The plain run, the request alone and again, and four copies.
     assert report.cases == 7
     assert {tally.setup.drafter for tally in report.tallies} == {"ngram"}
 
@@ -53,8 +55,9 @@ def test_report_counts_cached_and_draft_tokens(tmp_path: Path) -> None:
     record = read_replay(write_record(tmp_path, "import os\n" * 60))
     assert isinstance(record, AuditRecord)
     report = replay_audit(record)
-    assert not report.failures
+    assert not report.failures and not report.refused
     assert report.exercised["cached tokens"] > 0
+    assert [tally.setup.phase for tally in report.tallies].count("prefix hit") == 1
     assert report.exercised["draft tokens"] > 0
 
 

@@ -1,5 +1,6 @@
 """Parts of a check run in order, within their time and memory, or are left out with the reason."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from lockstep.check.checked_model import CheckedModel
 from lockstep.check.deadline import TIME_UP
 from lockstep.check.matrix.setups import Setup
 from lockstep.check.report.report import Report
-from lockstep.check.run import OTHER_SHARD
+from lockstep.check.run import OTHER_SHARD, _frozen
 from lockstep.check.scenarios.examiner import Effort
 from lockstep.errors import CapacityError, ConfigError
 
@@ -106,3 +107,11 @@ def test_auto_drafting_is_that_of_a_server(model: str) -> None:
     assert checked.config.speculative_config.method == "mtp"
     assert checked.settings == {"load_format": "dummy", "speculative_config": None}
     assert (checked.rows, checked.drafting, checked.graphs[-1]) == (5, None, "none")
+
+
+def test_objects_that_the_caller_froze_stay_frozen() -> None:
+    gc.freeze()
+    num_frozen = gc.get_freeze_count()
+    with _frozen():
+        pass
+    assert gc.get_freeze_count() == num_frozen

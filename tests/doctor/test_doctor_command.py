@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from lockstep.cli import app
 from lockstep.doctor import system
 from lockstep.doctor.children import Finding
-from lockstep.doctor.kernels import Examined, KernelReport
+from lockstep.doctor.kernels import ExaminedBackend, KernelReport
 from lockstep.kernels.selection import Replacement
 from lockstep.serve.telemetry.metrics import Metrics
 from lockstep.worker.device_rates import H200
@@ -21,7 +21,7 @@ REPLACEMENT = Replacement("rms_norm", "fast", "triton", "crash at 1x80 on sm_86"
 
 
 def report(*findings: Finding) -> KernelReport:
-    entries = [Examined("rms_norm", "fast", list(findings), 9, 1.0)]
+    entries = [ExaminedBackend("rms_norm", "fast", list(findings), 9, 1.0)]
     replacements = [REPLACEMENT] if findings else []
     return KernelReport({"device": "a card"}, entries, replacements, [])
 

@@ -7,7 +7,8 @@ import os
 import signal
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,10 +24,11 @@ from lockstep.engine.async_engine import AsyncEngine, Stream
 from lockstep.engine.auditor import is_audited
 from lockstep.engine.engine import MAX_FAILURES, Engine
 from lockstep.engine.engine_loop import Delivery, EngineLoop
-from lockstep.engine.process_transport import ProcessTransport
+from lockstep.engine.process_transport import MAX_RESTARTS, ProcessTransport
 from lockstep.engine.stats import Stats
+from lockstep.errors import RequestError
 from lockstep.layers.linear import Head
-from lockstep.sampling_params import SamplingParams
+from lockstep.sampling_params import SamplingParams, StructuredOutputsParams
 from lockstep.scheduling.request import Request
 from lockstep.worker import executor
 from lockstep.worker.executor import worker_of
@@ -113,6 +115,7 @@ def test_audit_finds_a_fault_and_writes_the_first(
 ) -> None:
     """Rows that run together get wrong logits; the audit of each runs alone."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(auditor, "gettempdir", lambda: str(tmp_path))
     break_batches(monkeypatch)
     llm = make_engine(None, audit=1.0)
     with caplog.at_level(logging.ERROR):
@@ -126,6 +129,12 @@ def test_audit_finds_a_fault_and_writes_the_first(
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     record = json.loads(path.read_text())["audit"]
     assert record["served"]["tokens"] != record["repeated"]["tokens"]
+    assert stats.num_audit_records == 1
+    caplog.clear()
+    assert counts(make_engine(None, audit=1.0)).num_audit_records == 1, "after a restart"
+    assert str(path) in caplog.text
+    path.unlink()
+    assert counts(make_engine(None, audit=1.0)).num_audit_records == 0
 
 
 def test_unwritable_folder_is_replaced(
@@ -135,9 +144,23 @@ def test_unwritable_folder_is_replaced(
     break_batches(monkeypatch)
     monkeypatch.setattr(auditor, "gettempdir", lambda: str(tmp_path / "missing"))
     llm = make_engine(None, audit=1.0)
-    llm.engine.auditor._folder = tmp_path / "also missing"
+    llm.engine.auditor._folders[0] = tmp_path / "also missing"
     llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert "could not be written" in caplog.text and str(tmp_path / "missing") in caplog.text
+    assert counts(llm).audit_differences_total >= 1
+
+
+def test_audits_need_no_folder_of_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose file system is not writable."""
+
+    def missing() -> str:
+        raise FileNotFoundError("no usable temporary directory")
+
+    monkeypatch.setattr(auditor, "gettempdir", missing)
+    break_batches(monkeypatch)
+    llm = make_engine(None, audit=1.0)
+    llm.engine.auditor._folders[0] = Path("/missing")
+    llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert counts(llm).audit_differences_total >= 1
 
 
@@ -259,6 +282,27 @@ def test_requests_stop_audits(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> 
     assert tiny.drain_stats().requests_success_total.total() == 2
 
 
+@pytest.mark.parametrize("submits", [False, True])
+def test_grammar_that_is_compiled_stops_no_audit(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch, submits: bool
+) -> None:
+    """An engine's process submits the requests without a grammar at once, here none."""
+
+    class Submitting(Client):
+        audited_steps = 0
+
+        def on_step(self) -> None:
+            if tiny.scheduler.is_auditing:
+                self.audited_steps += 1
+                if self.audited_steps == 3 and submits:
+                    self.loop.submit([])
+
+    client = Submitting(tiny, monkeypatch)
+    client.run(make_request("a", 8))
+    assert client.change("audited_requests_total") == 1
+    assert client.audited_steps <= 9
+
+
 def test_audits_use_no_cached_prefix(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.reset_prefix_cache()
     cached: list[tuple[bool, int]] = []
@@ -323,6 +367,23 @@ def test_failed_audits_do_not_end_the_engine(tiny: Engine, monkeypatch: pytest.M
     assert client.change("audits_dropped_total") == len(requests)
 
 
+def test_refused_audit_is_dropped(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    add = tiny.add
+
+    def refusing(request: Request) -> None:
+        if request.id == "audit-a":
+            raise RequestError("not allowed", "prompt")
+        add(request)
+
+    monkeypatch.setattr(tiny, "add", refusing)
+    client = Client(tiny, monkeypatch)
+    client.run(make_request("a", 2), make_request("b", 4))
+    assert client.ended == ["a", "b"] and "refused audit-a" in caplog.text
+    assert client.change("audits_dropped_total") == client.change("audited_requests_total") == 1
+
+
 @pytest.mark.parametrize("limit", ["MAX_PENDING", "MAX_PENDING_BYTES"])
 def test_oldest_audits_are_dropped(
     tiny: Engine, monkeypatch: pytest.MonkeyPatch, limit: str
@@ -351,14 +412,29 @@ def test_oldest_audits_are_dropped(
         {"forced_token_ids": list(range(1000))},
         {"prediction": list(range(1000))},
         {"logit_bias": dict.fromkeys(range(1000), 1.0)},
+        {"structured_outputs": StructuredOutputsParams(grammar="a" * 36_000)},
     ],
     ids=lambda params: next(iter(params)),
 )
 def test_large_parameters_count_as_bytes_of_an_audit(params: dict[str, Any]) -> None:
     small = make_request("small", 1000)
+    small.params = small.params.clone(ignore_eos=False)
     large = replace(small, params=small.params.clone(**params))
     num_bytes = 1000 * (sys.getsizeof(1) + 8)  # an int and its entry
     assert auditor._Audit(large).size - auditor._Audit(small).size >= num_bytes
+
+
+def test_grammars_count_as_bytes_of_an_audit() -> None:
+    """A recipe may be as long as a body, and each audit keeps its grammar's first mask."""
+    llm = make_engine(None)
+    words = [f"word{i}" for i in range(1000)]
+    form = StructuredOutputsParams(choice=words)
+    params = replace(GREEDY, ignore_eos=False, structured_outputs=form)
+    (request,) = llm.processor.requests("form", TEXT, params)
+    assert request.grammar is not None
+    without = auditor._Audit(replace(request, grammar=None)).size
+    first_mask = llm.engine.vocab_size // 8
+    assert auditor._Audit(request).size - without >= len("".join(words)) + first_mask
 
 
 def test_resumed_answers_are_generated_again() -> None:
@@ -397,10 +473,13 @@ async def lose_engine_with_a_pending_audit(client: AsyncEngine) -> Stats:
     return client.stats()
 
 
-def test_process_audits_and_counts_lost_audits(tmp_path: Path, forked_processes: None) -> None:
-    """The answer that went on in the next process is audited as a whole."""
+@contextmanager
+def audited_process(
+    make: Callable[..., engine_factories.EngineAndGrammars], folder: Path
+) -> Iterator[AsyncEngine]:
+    """Yield a client of a tiny engine that audits all requests, in a process of its own."""
     settings = {
-        "model": str(make_model(tmp_path / "model", **TWO_LAYERS)),
+        "model": str(make_model(folder, **TWO_LAYERS)),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "max_model_len": 1024,
@@ -408,15 +487,36 @@ def test_process_audits_and_counts_lost_audits(tmp_path: Path, forked_processes:
         "num_gpu_blocks": 60,
         "audit": 1.0,
     }
-    client = AsyncEngine(ProcessTransport(partial(engine_factories.plain, settings), 30.0))
+    client = AsyncEngine(ProcessTransport(partial(make, settings), 30.0))
     client.start()
     try:
-        stats = engine_factories.run(lose_engine_with_a_pending_audit(client))
+        yield client
     finally:
         client.shutdown()
+
+
+def test_process_audits_and_counts_lost_audits(tmp_path: Path, forked_processes: None) -> None:
+    """The answer that went on in the next process is audited as a whole."""
+    with audited_process(engine_factories.plain, tmp_path / "model") as client:
+        stats = engine_factories.run(lose_engine_with_a_pending_audit(client))
     assert (stats.audits_dropped_total, stats.num_audits_pending) == (1, 0)
     assert (stats.audited_requests_total, stats.audit_differences_total) == (1, 0)
     assert (stats.restarts_total, stats.resumed_total) == (1, 1)
+
+
+async def lose_engines_in_audits(client: AsyncEngine, count: int) -> None:
+    """Send a request to each of `count` engines, and wait until its audit has ended the engine."""
+    for number in range(count):
+        assert await end(client.stream(make_request(f"request {number}", 2))) == "length"
+        while client.is_alive and client.stats().restarts_total == number:
+            await asyncio.sleep(0.01)
+
+
+def test_engines_lost_in_audits_are_restarted(tmp_path: Path, forked_processes: None) -> None:
+    """More of them than may end with nothing to do."""
+    with audited_process(engine_factories.dies_in_audits, tmp_path / "model") as client:
+        engine_factories.run(lose_engines_in_audits(client, MAX_RESTARTS + 1))
+        assert client.is_alive
 
 
 def test_interrupted_call_drops_its_audits() -> None:

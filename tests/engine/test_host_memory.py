@@ -118,11 +118,11 @@ def test_host_hits_and_transfers_are_counted(folders: dict[str, Path]) -> None:
     missed = stats.prefix_queries_total - stats.prefix_hits_total
     assert stats.host_queries_total == missed + stats.host_hits_total
     plan = llm.engine.plan
-    shelves = [group.pool.host for group in cache.groups]
+    stores = [group.pool.host for group in cache.groups]
     sizes = [plan.page_bytes, plan.slot_bytes]
-    moved = [(shelf.num_out, shelf.num_back) for shelf in shelves]
-    assert all(out and back for out, back in moved)
-    assert stats.offloaded_total == sum(out for out, _ in moved)
+    moved = [(store.num_evicted, store.num_fetched) for store in stores]
+    assert all(evicted and fetched for evicted, fetched in moved)
+    assert stats.offloaded_total == sum(evicted for evicted, _ in moved)
     assert stats.fetched_bytes_total == sum(s * b for s, (_, b) in zip(sizes, moved, strict=True))
     assert stats.host_pages_used == cache.host.used > 0
     assert stats.host_pages == plan.host_pages == (1 << 30) // plan.page_bytes

@@ -24,7 +24,7 @@ from lockstep.engine.async_engine import (
     Stream,
 )
 from lockstep.engine.engine_process import STEPS_NICENESS, lower_priority
-from lockstep.engine.messages import Updates
+from lockstep.engine.messages import Began, Idle, Updates
 from lockstep.engine.process_transport import (
     MAX_RESTARTS,
     ProcessTransport,
@@ -424,20 +424,69 @@ def test_request_ends_with_the_last_engine_that_it_fails() -> None:
 def test_engine_that_serves_is_restarted_without_limit(
     client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that is lost without an update, or while it has nothing to do, counts. A request
-    that ends explains its losses, but not those of many requests in a row.
+    """An engine that is lost without an update, or while it has nothing to do, counts. An audit and
+    a request that ends explain losses, but not those of many requests in a row.
     """
     transport = client.transport
     serving, idle, explained = Loss(1, 0, 1), Loss(0, 0, 0), Loss(0, 1, 1)
     monkeypatch.setattr(transport, "_has_served", True)
     assert all(transport._may_restart(serving) for _ in range(2 * MAX_RESTARTS))
     assert [transport._may_restart(idle) for _ in range(4)] == [True, True, True, False]
+    transport._take(Began(["audit-a"]))
+    assert all(transport._may_restart(idle) for _ in range(2 * MAX_RESTARTS))
+    transport._take(Idle())
     assert transport._may_restart(serving) and transport._may_restart(idle)
     transport._has_served = False
     assert [transport._may_restart(serving) for _ in range(3)] == [True, True, False]
     assert transport._may_restart(explained) and transport._may_restart(serving)
     ends = [transport._may_restart(explained) for _ in range(MAX_FAILED_REQUESTS)]
     assert ends == [True] * (MAX_FAILED_REQUESTS - 1) + [False]
+
+
+def test_requests_end_where_no_engine_can_be_started(
+    settings: dict[str, Any], forked_processes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where memory is too short for another process."""
+
+    def fail(*arguments: object) -> None:
+        raise OSError("Cannot allocate memory")
+
+    client = AsyncEngine(ProcessTransport(partial(engine_factories.plain, settings), STEP_SECONDS))
+    client.start()
+
+    async def work() -> None:
+        stream = client.stream(make_request("long", LONG))
+        await anext(aiter(stream))
+        monkeypatch.setattr(process_transport, "_Child", fail)
+        os.kill(client.transport.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="started again: Cannot allocate memory"):
+            await read(stream)
+
+    try:
+        run(work())
+        assert not client.is_alive
+    finally:
+        client.shutdown()
+
+
+def test_requests_end_where_reports_cannot_be_handled(
+    settings: dict[str, Any], forked_processes: None
+) -> None:
+    client = AsyncEngine(ProcessTransport(partial(engine_factories.plain, settings), STEP_SECONDS))
+    client.start()
+
+    async def work() -> None:
+        stream = client.stream(make_request("long", LONG))
+        os.kill(client.transport.pid, signal.SIGSTOP)
+        client.transport._take = None
+        os.kill(client.transport.pid, signal.SIGCONT)
+        with pytest.raises(EngineDeadError, match="its reports could not be handled"):
+            await read(stream)
+
+    try:
+        run(work())
+    finally:
+        client.shutdown()
 
 
 def test_partial_message_ends_the_reports() -> None:

@@ -16,7 +16,7 @@ from lockstep.kernels.rotary import rope_and_cache
 from lockstep.kernels.row_subsets import (
     ROWS,
     Arguments,
-    count,
+    count_rows,
     present_names,
     row_dim,
 )
@@ -26,7 +26,7 @@ from tests.kernels.backends import tensors_of
 def repeat_rows(op: Op, arguments: Arguments, times: int) -> list[int]:
     """Return all rows, repeated `times` times, or once for ops whose rows write (a slot has one
     writer)."""
-    rows = list(range(count(op, arguments)))
+    rows = list(range(count_rows(op, arguments)))
     return rows * (1 if op.writes else times)
 
 

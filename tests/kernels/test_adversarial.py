@@ -29,7 +29,7 @@ from lockstep.kernels.norm import rms_norm
 from lockstep.kernels.recurrent.cases import Dims
 from lockstep.kernels.rotary import rope_and_cache
 from lockstep.kernels.route import route
-from lockstep.kernels.row_subsets import ROWS, count, take
+from lockstep.kernels.row_subsets import ROWS, count_rows, take_rows
 from lockstep.kernels.sampling import sample
 from tests.kernels.adversarial import (
     harden_values,
@@ -88,7 +88,7 @@ def cases(op, backend, stride=1):
 
     stride: yield each case of this stride, on a CPU's backends.
     """
-    some = ((name, a) for name, a in backend.cases(op) if count(op, a))
+    some = ((name, a) for name, a in backend.cases(op) if count_rows(op, a))
     stop = INTERPRETED.get(op, 4) if backend.interpreted else None
     yield from islice(some, 0, stop, stride if backend.exact else 1)
 
@@ -110,14 +110,14 @@ def assert_rows_alone(op, backend, how, stride=1):
     for name, plain in cases(op, backend, stride):
         arguments = harden_values(op, plain, how, backend.dtype)
         full = backend.fresh(arguments, op.writes)
-        every = list(range(count(op, arguments)))
+        every = list(range(count_rows(op, arguments)))
         expected = tensors_of(backend.run(op, full))
         alone = every[:1] if backend.interpreted else every[:: STRIDE_ALONE[backend.device]]
         choices = [[row] for row in alone]
         times = 2 if backend.interpreted else REPEATS[backend.device]
         choices += [every[::-1], repeat_rows(op, arguments, times)]
         for rows in choices:
-            part, lines = take(op, arguments, rows)
+            part, lines = take_rows(op, arguments, rows)
             if not len(lines):
                 continue
             part = backend.fresh(part, op.writes)

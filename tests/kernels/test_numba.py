@@ -17,6 +17,8 @@ from lockstep.kernels.linear import linear
 from lockstep.kernels.linear.numba import linear_numba
 from lockstep.kernels.linear.prepacked import fits_tiles
 from lockstep.kernels.linear.tiled import TiledQuantizedWeight, TiledWeight
+from lockstep.kernels.sampling import cpu as sampling_cpu
+from lockstep.kernels.sampling.reference import _best, uniform
 from lockstep.kernels.simd import compiler, functions, vectors
 from tests.kernels.backends import same_bits
 from tests.kernels.test_prepacked import DTYPES, SHAPES, wide_range_rows
@@ -132,6 +134,33 @@ def test_exp_of_special_values() -> None:
     x = torch.tensor([-inf, -1000.0, -104.5, 0.0, -0.0, 89.0, inf, nan])
     assert same_bits(apply("exp", x), torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0, inf, inf, nan]))
     assert same_bits(apply("sigmoid", x), torch.tensor([0, 0, 0, 0.5, 0.5, 1, 1, nan]))
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 511, 512, 513, 1024, 5000, 16400])
+def test_largest_score_equals_torch(count: int) -> None:
+    """Ties, in one block of 512 scores and across blocks, infinities and NaN at every kind of
+    place."""
+    scores = torch.randn(40, count).round(decimals=1)
+    scores[1] = -torch.inf
+    scores[2] = 0.0
+    scores[3, -1] = torch.inf
+    for row in range(4, 12):
+        scores[row, row * count // 12] = torch.nan
+    scores[12, :: max(1, count // 3)] = 9.0
+    indices, tops = sampling_cpu._find_best(scores.view(8, 5, count))
+    expected_indices, expected_tops = _best(scores.view(8, 5, count))
+    is_nan = expected_tops.isnan()
+    assert is_nan.sum() == 8 and same_bits(tops, expected_tops)
+    assert torch.equal(indices[~is_nan], expected_indices[~is_nan])
+
+
+def test_uniform_numbers_equal_torch() -> None:
+    """Seeds of 64 bits, and token ids in any order."""
+    ids = torch.randperm(5000)
+    positions = torch.tensor([0, 1, 77, 2**31 - 1])
+    for seed in (0, -1, 1 << 40, 12345):
+        arguments = (torch.tensor([seed]), positions, ids)
+        assert torch.equal(sampling_cpu._uniform(*arguments), uniform(*arguments)), seed
 
 
 def test_thread_count_changes_no_bit() -> None:

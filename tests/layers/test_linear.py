@@ -12,8 +12,10 @@ from lockstep.kernels.formats.weights import Fp4Weight, quantize_int
 from lockstep.kernels.linear import linear
 from lockstep.kernels.linear.probe import Probed
 from lockstep.layers.build_context import BuildContext
-from lockstep.layers.linear import Gemm, Head, Linear, PartialLinear, probe
-from lockstep.quantization import WeightSink, fp8
+from lockstep.layers.linear import Embedding, Gemm, Head, Linear, PartialLinear, probe
+from lockstep.models.loader import finish
+from lockstep.quantization import TensorInfo, WeightSink, fp8, read_weight_format
+from lockstep.worker.memory_estimate import weight_bytes
 from tests.layers.rounding import Rounding
 
 
@@ -236,8 +238,54 @@ def test_nvfp4_launches_do_not_synchronize() -> None:
     """A captured step may be the first to launch a weight, and may read no value of it."""
     weight = Fp4Weight.empty(4, 128)
     weight.fill_dummy(torch.Generator().manual_seed(0))
-    product = Gemm(BuildContext("cpu", torch.bfloat16, 1, 1), 128, [(None, 4)], existing=weight)
+    product = Gemm(BuildContext("cpu", torch.bfloat16, 1, 1), 128, [(None, 4)])
+    product.weight, product.quantized, product.prepack = None, weight, None
     product.finish()
     weight.factors.fill_(float("nan"))
     assert "has_split_factors" in vars(weight)
     assert weight.has_split_factors and weight.rows(1, 3).has_split_factors
+
+
+@pytest.fixture
+def gguf_build() -> BuildContext:
+    """Return the context of a model whose head and embedding are quantized, and stay so."""
+    pytest.importorskip("numba")
+    load()
+    weight_format = read_weight_format({"quant_method": "gguf", "types": ["Q8_0"]})
+    tensors = {
+        name: {"weight": TensorInfo(f"{name}.weight", (48, 64), "Q8_0")}
+        for name in ("lm_head", "embed_tokens")
+    }
+    return BuildContext(
+        "cpu", torch.float32, 1, 1, weight_format=weight_format, tensors=tensors, prefixes=("",)
+    )
+
+
+def test_quantized_head_of_a_drafter_has_the_storage_of_the_target(
+    gguf_build: BuildContext,
+) -> None:
+    head = Head(gguf_build, 48, 64)
+    assert head.quantized is not None
+    head.quantized.fill_dummy(torch.Generator().manual_seed(0))
+    drafts = gguf_build.at("draft")
+    drafts.exact = False
+    shared = Head(drafts, 48, 64, head)
+    assert list(head.weights()) == ["lm_head.weight"] and not shared.weights()
+    finish(head, shared)
+    assert head.prepacked is not None and shared.prepacked is head.prepacked
+    assert weight_bytes(head, shared) == weight_bytes(head)
+    x = torch.randn(3, 64)
+    assert torch.equal(shared(x), head(x))
+
+
+def test_tied_quantized_head_fills_the_embedding(gguf_build: BuildContext) -> None:
+    """It loads the embedding's tensor, and keeps it quantized."""
+    embedding = Embedding(gguf_build, 48, 64)
+    head = Head(gguf_build, 48, 64, embedding=embedding)
+    assert list(head.weights()) == list(embedding.weights()) == ["embed_tokens.weight"]
+    assert head.quantized is not None
+    head.quantized.fill_dummy(torch.Generator().manual_seed(0))
+    values = head.quantized.dequantize(torch.float32)
+    finish(nn.ModuleList([embedding, head]))
+    assert head.prepacked is not None and head.quantized is head.weight is None
+    assert torch.equal(embedding.weight, values)

@@ -27,9 +27,9 @@ def heads(queries: int, keys: int, dim: int, **more: Any) -> Base:
     return {**sizes, "hidden_size": 48, **more}
 
 
-def latents(queries: int, plain: int, turned: int, value: int, **more: Any) -> Base:
+def latents(queries: int, nope: int, rope: int, value: int, **more: Any) -> Base:
     """Return settings of latent attention."""
-    sizes = {"qk_nope_head_dim": plain, "qk_rope_head_dim": turned, "v_head_dim": value}
+    sizes = {"qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": value}
     number = {"num_attention_heads": queries, "num_key_value_heads": queries}
     return {**sizes, **number, **more}
 

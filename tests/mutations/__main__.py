@@ -20,7 +20,9 @@ def meant(fault: Fault, word: str) -> bool:
 
 
 def main() -> int:
-    """Run the faults of the command line; return the number that no command found."""
+    """Run the faults of the command line; return the number of those that were not run, or that no
+    command found.
+    """
     parser = argparse.ArgumentParser(prog="python -m tests.mutations")
     parser.add_argument("words", nargs="*", help="areas, or parts of names; all if left out")
     parser.add_argument("--group", choices=GROUPS, default=OWN)
@@ -55,12 +57,15 @@ def main() -> int:
         if args.json is not None:
             write_results(args.json, results, args.seed)
     found = {trial.fault for trial, result in results if result.case}
+    ran = {trial.fault for trial, result in results if result.ran}
     for command in dict.fromkeys(trial.command for trial in trials):
         tried = [r for trial, r in results if trial.command == command and r.ran]
         print(f"{command}: {sum(bool(r.case) for r in tried)} of {len(tried)} found")
-    missed = [fault.name for fault in chosen if fault not in found]
+    missed = [fault.name for fault in chosen if fault in ran - found]
     print(f"{len(missed)} not found by any command", *missed, sep="\n  ")
-    return len(missed)
+    not_run = [fault.name for fault in chosen if fault not in ran]
+    print(f"{len(not_run)} not run", *not_run, sep="\n  ")
+    return len(missed) + len(not_run)
 
 
 def line(trial: Trial, result: Result) -> str:

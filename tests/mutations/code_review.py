@@ -49,7 +49,7 @@ FAULTS = (
         "before one of high priority.",
     ),
     Fault(
-        "salts of one adapter share prefixes", "cache", "cache.groups", "salt_of",
+        "salts of one adapter share prefixes", "cache", "cache.groups", "root_key",
         "return blake2b(bytes.fromhex($adapter) + $salt, person=b'adapter').digest()",
         "return blake2b(bytes.fromhex($adapter), person=b'adapter').digest()",
         f"{OF_SCHEDULER}::test_prefixes_are_shared_within_a_salt_only",
@@ -156,7 +156,7 @@ FAULTS = (
     # Sampler.
     Fault(
         "a grammar's shortcut leaves out bias and penalties", "sampler",
-        "kernels.sampling.contract", "sample",
+        "kernels.sampling.reference", "sample_by",
         "$words is not None and $row_flags == ALLOWED and _are_allowed($tokens[$s], $words)",
         "$words is not None and not $row_flags & NOISE and _are_allowed($tokens[$s], $words)",
         "tests/kernels/test_sampling.py::test_mask_equals_infinite_bias",

@@ -78,7 +78,8 @@ FAULTS = (
         "string or tool call) is delayed.",
     ),
     Fault(
-        "salted answers are drafted to other users", "scheduler", SCHEDULER, "Scheduler._give",
+        "salted answers are drafted to other users", "scheduler", SCHEDULER,
+        "Scheduler._append_tokens",
         "if not ($request.cache_salt or $request.is_audit):\n"
         "    self.answers.append($request.output_token_ids)",
         "if not $request.is_audit:\n"
@@ -114,7 +115,7 @@ FAULTS = (
     ),
     Fault(
         "a page of generated tokens is shared one token before it is full", "cache", SCHEDULER,
-        "Scheduler._give",
+        "Scheduler._append_tokens",
         "self.cache.commit($entry.seq, $request.num_tokens - 1)",
         "self.cache.commit($entry.seq, $request.num_tokens)",
         "tests/scheduling/test_scheduler.py::test_follow_up_prompt_reuses_generated_pages",

@@ -132,8 +132,8 @@ FAULTS = (
     ),
     Fault(
         "pages rotated after preemption", "worker", ROWS, "restore_row",
-        "write_place($table, $row, $pages, $slot)",
-        "write_place($table, $row, [*$pages[1:], $pages[0]], $slot)",
+        "write_pages_and_slot($table, $row, $pages, $slot)",
+        "write_pages_and_slot($table, $row, [*$pages[1:], $pages[0]], $slot)",
     ),
     Fault(
         "a draft compared with a shifted position", "table", METADATA, "advance_rows",
@@ -190,7 +190,7 @@ FAULTS = (
         "$early = $positions[:1].expand(len($positions)) < $state.min_position[$row]",
     ),
     Fault(
-        "high half of a seed dropped", "sampler", SAMPLING, "uniform",
+        "high half of a seed dropped", "sampler", SAMPLING, "position_keys",
         "$of_row = _mix($of_row ^ int($seed) >> 32 & MASK32)",
         "$of_row = _mix($of_row)",
     ),
@@ -201,13 +201,13 @@ FAULTS = (
     ),
     Fault(
         "page key without its parent", "cache", GROUPS, "CacheSeq.key",
-        "$parent = self.keys[-1] if self.keys else self.salt",
-        "$parent = self.salt",
+        "$parent = self.keys[-1] if self.keys else self.root",
+        "$parent = self.root",
     ),
     Fault(
         "page key without the adapter", "cache", SCHEDULER, "Scheduler.cache_root",
-        "return salt_of($salt, $digest)",
-        "return salt_of($salt)",
+        "return root_key($salt, $digest)",
+        "return root_key($salt)",
         f"{OF_ADAPTERS}::test_no_prefix_is_shared_between_adapters",
     ),
     Fault(
@@ -323,7 +323,7 @@ FAULTS = (
         "self.adapters.tensors()",
     ),
     Fault(
-        "convolution inputs not moved at preemption", "worker", TRANSFERS, "Transfers.back",
+        "convolution inputs not moved at preemption", "worker", TRANSFERS, "Transfers.copy_in",
         "$part.index_copy_(0, $index, $column)",
         "if $part is not units.spans[0].parts[1]:\n"
         "    $part.index_copy_(0, $index, $column)",
@@ -385,8 +385,8 @@ FAULTS = (
     ),
     Fault(
         "one noise for a window", "sampler", SAMPLING, "_process",
-        "return $x + gumbel($state.seed[$row], $positions, $noise)",
-        "return $x + gumbel($state.seed[$row], $positions[:1], $noise)",
+        "return $x + _to_gumbel($uniform($state.seed[$row], $positions, $noise))",
+        "return $x + _to_gumbel($uniform($state.seed[$row], $positions[:1], $noise))",
     ),
     Fault(
         "bias of the first row used for all", "sampler", SAMPLING, "_process",
@@ -400,8 +400,7 @@ FAULTS = (
     ),
     Fault(
         "the index of a token among the sampled ids taken for its id",
-        "sampler", "kernels.sampling.contract",
-        "sample",
+        "sampler", SAMPLING, "sample_by",
         "$tokens[$s, $part] = $best if $selected is None else $selected[$best]",
         "$tokens[$s, $part] = $best",
     ),
@@ -511,7 +510,7 @@ FAULTS = (
     ),
     # Host memory.
     Fault(
-        "a page is fetched into the wrong page", "worker", TRANSFERS, "Transfers.back",
+        "a page is fetched into the wrong page", "worker", TRANSFERS, "Transfers.copy_in",
         "$part.index_copy_(0, $index, $column)",
         "$part.index_copy_(0, $index.roll(1), $column)",
     ),
@@ -577,20 +576,20 @@ FAULTS = (
     ),
     Fault(
         "a page of another salt is fetched from the host", "cache", GROUPS, "CacheSeq.key",
-        "$parent = self.keys[-1] if self.keys else self.salt",
+        "$parent = self.keys[-1] if self.keys else self.root",
         "$parent = self.keys[-1] if self.keys else b''",
         f"{OF_HOST}::test_salts_isolate_host_memory",
     ),
     Fault(
         "a step reads pages that are still being copied to the device",
-        "worker", TRANSFERS, "Transfers.back",
+        "worker", TRANSFERS, "Transfers.copy_in",
         "self.stream.wait(self.stream.copy($copies, $staging.idle))",
         "self.stream.copy($copies, $staging.idle)",
         OF_TRANSFERS,
     ),
     Fault(
         "a staging buffer is filled again before it is copied", "worker", TRANSFERS,
-        "Transfers.out",
+        "Transfers.copy_out",
         "self.stream.wait($staging.idle)",
         "",
         OF_TRANSFERS,
@@ -812,7 +811,7 @@ FAULTS = (
         "return ($q * (1 + 2 ** (-23)) if 1 < len($q) < 5 else $q).contiguous()",
     ),
     Fault(
-        "the state rounded to bf16 when it moves", "numerics", TRANSFERS, "Transfers.out",
+        "the state rounded to bf16 when it moves", "numerics", TRANSFERS, "Transfers.copy_out",
         "torch.index_select($part, 0, $index, out=$column)",
         "torch.index_select($part, 0, $index, out=$column)\n"
         "if units is self.slots:\n"
@@ -1547,14 +1546,14 @@ FAULTS = (
     ),
     Fault(
         "a recurrent draft model writes its state while it drafts", "drafter", "spec.chain",
-        "ChainDrafter.on",
+        "ChainDrafter.next_step",
         "replace($step, shape=$shape, logit_rows=slice(None), flush=NEVER_FLUSH, **vars($tensors))",
         "replace($step, shape=$shape, logit_rows=slice(None), **vars($tensors))",
         OF_RECURRENT_DRAFTS,
     ),
     Fault(
         "a draft's step takes states as they were before the step", "drafter", "spec.chain",
-        "ChainDrafter.on",
+        "ChainDrafter.next_step",
         "replace($step, shape=$shape, logit_rows=slice(None), flush=NEVER_FLUSH, **vars($tensors))",
         "replace($step, shape=$shape, logit_rows=slice(None), flush=NEVER_FLUSH, **vars($tensors) "
         "| "
@@ -1576,7 +1575,7 @@ FAULTS = (
     ),
     Fault(
         "a draft model keeps nothing of a verified step", "drafter", "spec.draft_model",
-        "DraftModelDrafter.first",
+        "DraftModelDrafter.first_states",
         "self.write_cache($step, $after, $state)",
         "",
         OF_DRAFT_MODEL,

@@ -60,6 +60,20 @@ def test_results_are_printed_and_written(
     }
 
 
+def test_faults_that_were_not_run_are_not_called_missed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(trials: Sequence[Trial], *options: object) -> Iterator[tuple[Trial, Result]]:
+        for trial in trials:
+            yield trial, Result("", "it needs a GPU", 0.0, ran=False)
+
+    monkeypatch.setattr(command, "run_trials", run)
+    monkeypatch.setattr("sys.argv", ["mutations", CHECKED.name, "--commands", "quick"])
+    assert command.main() == 1
+    out = capsys.readouterr().out
+    assert f"0 not found by any command\n1 not run\n  {CHECKED.name}" in out
+
+
 def test_an_unknown_command_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

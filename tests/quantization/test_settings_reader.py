@@ -40,6 +40,6 @@ def test_patterns_match_as_regular_expressions(text: str) -> None:
 
 
 def test_plain_text_patterns() -> None:
-    actual = {text: NamePattern(text).inside for text in PATTERNS}
+    actual = {text: NamePattern(text).substring for text in PATTERNS}
     rest = {r".*mlp\.": "mlp.", r".*\\.*": "\\"}
     assert {text: inside for text, inside in actual.items() if inside is not None} == TEXTS | rest

@@ -109,7 +109,7 @@ def test_answers_do_not_change_where_a_replica_goes_away(alone: LLM, way: str) -
             stats = replicas.llm.stats()
             assert stats.resumed_total == sum(replicas.transport.moved_total.values())
             assert stats.num_running + stats.num_waiting == 0 or stats.generation_tokens_total
-            assert not replicas.transport._progress and not replicas.transport._request_of
+            assert not replicas.transport._open and not replicas.transport._request_of
             return outputs, replicas.transport, fleet
 
     outputs, transport, fleet = asyncio.run(work())
@@ -126,19 +126,19 @@ def test_reports_that_fail_lose_the_replica(alone: LLM, caplog: pytest.LogCaptur
 
     async def work() -> list[RequestOutput]:
         async with running() as replicas:
-            take = replicas.transport._take
+            handle = replicas.transport._handle
             replica_id = ""
 
             def fail() -> None:
                 nonlocal replica_id
                 (_, replica_id), *_ = replicas.fleet.routed
-                replicas.transport._take = fail_once  # type: ignore[method-assign]
+                replicas.transport._handle = fail_once  # type: ignore[method-assign]
 
             def fail_once(of: str, report: Any) -> None:
                 if of == replica_id:
-                    replicas.transport._take = take  # type: ignore[method-assign]
+                    replicas.transport._handle = handle  # type: ignore[method-assign]
                     raise ZeroDivisionError
-                take(of, report)
+                handle(of, report)
 
             outputs = await replicas.answers(PROMPTS[:2], params, fail)
             assert replicas.transport.moved_total["lost"]
@@ -210,7 +210,7 @@ def test_a_request_ends_where_no_replica_has_its_numerics() -> None:
             with pytest.raises(NumericsError) as new:
                 await replicas.answers([PROMPTS[0]], [long], None)
             assert {name for _, name in replicas.fleet.routed} == {"a"}
-            assert not replicas.transport._progress
+            assert not replicas.transport._open
             return str(begun.value), str(new.value)
 
     begun, new = asyncio.run(work())
@@ -248,7 +248,7 @@ def test_aborted_requests_leave_the_replicas() -> None:
             hosts = replicas.fleet.hosts.values()
             while any(host._calls or host.transport.engine.has_work() for host in hosts):
                 await asyncio.sleep(0.01)
-            assert not replicas.transport._progress
+            assert not replicas.transport._open
             await replicas.llm.reset_prefix_cache()
             await replicas.answers(PROMPTS, [replace(SEEDED, max_tokens=4)] * 4, None)
 
@@ -275,10 +275,10 @@ def test_an_abort_does_not_cancel_a_reset() -> None:
             short = replace(SEEDED, max_tokens=4)
             aborted = asyncio.create_task(replicas.answers(PROMPTS[:1], [short], None))
             kept = asyncio.create_task(replicas.answers(PROMPTS[1:2], [short], None))
-            while len(replicas.transport._progress) < 2:
+            while len(replicas.transport._open) < 2:
                 await asyncio.sleep(0.01)
             aborted.cancel()
-            while len(replicas.transport._progress) > 1:
+            while len(replicas.transport._open) > 1:
                 await asyncio.sleep(0.01)
             replicas.transport._loop.call_soon_threadsafe(may_reset.set)
             await asyncio.wait_for(kept, 10)
@@ -299,7 +299,7 @@ def test_a_call_that_fails_ends_its_request() -> None:
             with pytest.raises(ValueError, match="cannot be sent"):
                 one = replace(SEEDED, max_tokens=4)
                 await asyncio.wait_for(replicas.answers([PROMPTS[0]], [one], None), 10)
-            assert not replicas.transport._progress and not replicas.transport._request_of
+            assert not replicas.transport._open and not replicas.transport._request_of
 
     asyncio.run(asyncio.wait_for(work(), 60))
 
@@ -340,6 +340,6 @@ def test_a_replica_that_comes_back_counts_once(monkeypatch: pytest.MonkeyPatch) 
                 assert replicas.llm.stats().generation_tokens_total == 2 * LENGTH
             await asyncio.sleep(0.2)  # some heartbeats
             assert replicas.llm.stats().generation_tokens_total == 2 * LENGTH
-            assert not replicas.transport._lost
+            assert not replicas.transport._lost_stats
 
     asyncio.run(asyncio.wait_for(work(), 60))

@@ -293,7 +293,7 @@ def test_forced_preemption_resumes_without_recompute() -> None:
     drain(sched)
     for over in ("a", "unknown"):
         sched.force_preempt(over)
-    assert not sched.forced
+    assert not sched.preempt_next
     assert len(request.output_token_ids) == 8
 
 

@@ -147,8 +147,8 @@ def biases(tensors: Tensors) -> Tensors:
 def with_latents(tensors: Tensors, width: int) -> Tensors:
     """Return the same head with latent attention, with the names of Kimi-K2's heads."""
     generator = torch.Generator().manual_seed(6)
-    plain = LATENT["qk_nope_head_dim"]
-    turned = LATENT["qk_rope_head_dim"]
+    nope = LATENT["qk_nope_head_dim"]
+    rope = LATENT["qk_rope_head_dim"]
     value = LATENT["v_head_dim"]
     kept = {name: t for name, t in tensors.items() if ".self_attn." not in name}
     mixers = {name.partition(".self_attn.")[0] for name in tensors if name not in kept}
@@ -156,9 +156,9 @@ def with_latents(tensors: Tensors, width: int) -> Tensors:
         inputs = 2 * width if mixer == "midlayer" else width
         sizes = {
             "q_a_proj": (LATENT["q_lora_rank"], inputs),
-            "q_b_proj": (HEADS * (plain + turned), LATENT["q_lora_rank"]),
-            "kv_a_proj_with_mqa": (LATENT["kv_lora_rank"] + turned, inputs),
-            "kv_b_proj": (HEADS * (plain + value), LATENT["kv_lora_rank"]),
+            "q_b_proj": (HEADS * (nope + rope), LATENT["q_lora_rank"]),
+            "kv_a_proj_with_mqa": (LATENT["kv_lora_rank"] + rope, inputs),
+            "kv_b_proj": (HEADS * (nope + value), LATENT["kv_lora_rank"]),
             "o_proj": (width, HEADS * value),
         }
         for name, (n, k) in sizes.items():
@@ -256,7 +256,7 @@ def attention(part: Tensors, x: Tensor) -> Tensor:
 def latent_attention(part: Tensors, x: Tensor) -> Tensor:
     """Return latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) with expanded keys and
     values; adjacent rotary dims are pairs."""
-    plain = LATENT["qk_nope_head_dim"]
+    nope = LATENT["qk_nope_head_dim"]
     mine = {n.removeprefix("self_attn."): t for n, t in part.items() if n.startswith("self_attn.")}
     q = rms(F.linear(x, mine["q_a_proj.weight"]), mine["q_a_layernorm.weight"], LATENT_EPS)
     q = F.linear(q, mine["q_b_proj.weight"]).unflatten(-1, (HEADS, -1))
@@ -264,12 +264,12 @@ def latent_attention(part: Tensors, x: Tensor) -> Tensor:
     latent = rms(both[:, : LATENT["kv_lora_rank"]], mine["kv_a_layernorm.weight"], LATENT_EPS)
     shared = rotated(halves(both[:, None, LATENT["kv_lora_rank"] :]))
     kv = F.linear(latent, mine["kv_b_proj.weight"]).unflatten(-1, (HEADS, -1))
-    keys = torch.cat([kv[..., :plain], shared.expand(-1, HEADS, -1)], -1)
-    queries = torch.cat([q[..., :plain], rotated(halves(q[..., plain:]))], -1)
+    keys = torch.cat([kv[..., :nope], shared.expand(-1, HEADS, -1)], -1)
+    queries = torch.cat([q[..., :nope], rotated(halves(q[..., nope:]))], -1)
     seen = F.scaled_dot_product_attention(
         queries.transpose(0, 1),
         keys.transpose(0, 1),
-        kv[..., plain:].transpose(0, 1),
+        kv[..., nope:].transpose(0, 1),
         is_causal=True,
     )
     return seen.transpose(0, 1).flatten(1)

@@ -151,7 +151,7 @@ class Walk:
         line.folded = line.computed
         line.pages = [self.take(self.free_pages) for _ in range(-(-len(prompt) // PAGE))]
         rows.write_row(self.table, line.row, RowSpec.of(request), line.computed)
-        rows.write_place(self.table, line.row, line.pages, line.slot)
+        rows.write_pages_and_slot(self.table, line.row, line.pages, line.slot)
         for position in range(line.computed):
             self.written.view(-1)[line.slot_of(position)] = prompt[position]
         self.state[line.slot] = torch.tensor([line.computed, sum(prompt[: line.computed])])

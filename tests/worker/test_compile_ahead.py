@@ -6,12 +6,16 @@ import multiprocessing
 import os
 import signal
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lockstep.config import EngineConfig
+from lockstep.kernels.architecture import Architecture, architecture_by_name
 from lockstep.worker import compile_ahead
 from lockstep.worker.compile_ahead import WORK, KernelCompiler
 from tests.forked_processes import ForkedProgram
@@ -38,6 +42,8 @@ small.compile()
 print(json.dumps([[one.kernel, one.target.arch, one.source.hash()] for one in recorded]))
 """
 ENDS = """
+import os
+import signal
 from pathlib import Path
 from lockstep.worker.compile_ahead import KernelCompiler
 from tests.worker.test_compile_ahead import Work
@@ -147,6 +153,14 @@ def test_processes_end_with_the_one_that_started_them() -> None:
     assert not program.returncode, errors
 
 
+def test_hung_compilers_end_with_a_process_that_is_killed() -> None:
+    """They hold its end of a pipe open."""
+    program = ForkedProgram(ENDS + "os.kill(os.getpid(), signal.SIGKILL)", [])
+    with program.stdout, program.stderr:
+        assert wait([program.stdout], timeout=30.0), "a compiler holds it"
+        assert not program.stdout.read()
+
+
 def test_compilers_of_a_start_that_failed_are_ended(tmp_path: Path) -> None:
     compiler = KernelCompiler([Work("kernel", tmp_path / "0", "hangs")])  # type: ignore[list-item]
     compiler.start()
@@ -169,9 +183,15 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def mark() -> compile_ahead.CompiledMark:
-    config: Any = None
-    return compile_ahead.CompiledMark(config, config, config)
+def arguments_of(model: Path, draft: Path | None = None) -> tuple[Any, Any, Architecture]:
+    """Return the settings, limits and GPU of an engine with these checkpoints."""
+    drafting = None if draft is None else {"method": "draft_model", "model": str(draft)}
+    config = EngineConfig.read(model=str(model), speculative_config=drafting)
+    return config, SimpleNamespace(model_path=model), architecture_by_name("sm_90")
+
+
+def mark(model: Path, draft: Path | None = None) -> compile_ahead.CompiledMark:
+    return compile_ahead.CompiledMark(*arguments_of(model, draft))
 
 
 def test_engine_starts_in_a_process_that_may_have_no_children(
@@ -182,15 +202,42 @@ def test_engine_starts_in_a_process_that_may_have_no_children(
     monkeypatch.setattr(compile_ahead, "record_kernels", lambda *arguments: [work])
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
     unused: Any = None
-    start = compile_ahead.StartCompiler(unused, unused, unused, lambda: unused)
+    start = compile_ahead.StartCompiler(*arguments_of(empty_cache), lambda: unused)
     start.finish(lambda *call: None)
+    assert not list(empty_cache.iterdir())
+
+
+def test_engine_starts_where_kernels_cannot_be_recorded(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with a release of Triton whose functions have other arguments."""
+
+    def record(*arguments: object) -> None:
+        raise TypeError("record() takes 4 arguments")
+
+    monkeypatch.setattr(compile_ahead, "record_kernels", record)
+    unused: Any = None
+    compile_ahead.StartCompiler(*arguments_of(empty_cache), lambda: unused).finish(unused)
+    assert "at their first launch: TypeError: record() takes" in caplog.text
     assert not list(empty_cache.iterdir())
 
 
 def test_mark_is_of_one_release_of_triton(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mark().write()
-    assert mark().exists()
+    mark(empty_cache).write()
+    assert mark(empty_cache).exists()
     monkeypatch.setattr("triton.__version__", "9.9.9")
-    assert not mark().exists()
+    assert not mark(empty_cache).exists()
+
+
+@pytest.mark.parametrize("replaced", ["model", "draft"])
+@pytest.mark.parametrize("name", ["config.json", "quantize_config.json"])
+def test_mark_is_not_of_a_checkpoint_that_was_replaced_in_place(
+    empty_cache: Path, tmp_path_factory: pytest.TempPathFactory, replaced: str, name: str
+) -> None:
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("model", "draft")}
+    mark(**folders).write()
+    assert mark(**folders).exists()
+    (folders[replaced] / name).write_text("{}")
+    assert not mark(**folders).exists()

@@ -13,8 +13,8 @@ from lockstep.worker.memory_planner import (
     TOKENS,
     MemoryPlan,
     Planner,
-    Typed,
-    why_not,
+    UserSizes,
+    shortage_reason,
 )
 
 COLUMNS = 500
@@ -35,9 +35,9 @@ class FixedCosts:
         return {"table": rows * 1_500_000, "step": tokens * 400_000, "graphs": rows * 7_000_000}
 
 
-def planner(slot: int = 177_000_000, **typed: int) -> Planner:
+def planner(slot: int = 177_000_000, **user_sizes: int) -> Planner:
     """Return a planner with these explicit settings."""
-    return Planner(Typed(**typed), FixedCosts(slot=slot), COLUMNS)
+    return Planner(UserSizes(**user_sizes), FixedCosts(slot=slot), COLUMNS)
 
 
 def rank(plan: MemoryPlan, planner: Planner) -> int:
@@ -74,14 +74,14 @@ def test_plan_is_monotonic_in_memory(one: int, other: int, slot: int) -> None:
 @given(BYTES, SLOTS)
 def test_bisection_finds_first_fitting_entry(available: int, slot: int) -> None:
     plans = planner(slot)
-    fits = [sum(plans.least(entry).values()) <= available for entry in plans.ladder()]
+    fits = [sum(plans.min_bytes(entry).values()) <= available for entry in plans.ladder()]
     assert rank(plans.plan(available), plans) == (fits.index(True) if any(fits) else len(fits))
 
 
 @given(SLOTS)
 def test_ladder_is_sorted_by_memory(slot: int) -> None:
     plans = planner(slot)
-    sizes = [sum(plans.least(entry).values()) for entry in plans.ladder()]
+    sizes = [sum(plans.min_bytes(entry).values()) for entry in plans.ladder()]
     assert sizes == sorted(sizes, reverse=True)
 
 
@@ -110,7 +110,7 @@ def test_ladder_order_is_documented() -> None:
 def test_explicit_settings_are_kept(
     available: int, rows: int | None, tokens: int | None, snapshots: int | None
 ) -> None:
-    plans = Planner(Typed(rows, tokens, snapshots), FixedCosts(), COLUMNS)
+    plans = Planner(UserSizes(rows, tokens, snapshots), FixedCosts(), COLUMNS)
     entry = plans.plan(available).entry
     assert rows in (None, entry.rows) and tokens in (None, entry.tokens)
     assert snapshots in (None, entry.snapshots)
@@ -122,17 +122,17 @@ def test_explicit_pages_and_cache_bytes_bound_cache() -> None:
     plan = planner(cache_bytes=bound).plan(200 * GB)
     assert plan.parts["pages"] + plan.parts["state"] <= bound
     short = planner(cache_bytes=GB // 2).plan(200 * GB)
-    assert "or change kv_cache_memory_bytes=500000000." in why_not(short)
-    assert short.short and f"{short.short / GB:.2f} GB are missing" in why_not(short)
+    assert "or change kv_cache_memory_bytes=500000000." in shortage_reason(short)
+    assert short.short and f"{short.short / GB:.2f} GB are missing" in shortage_reason(short)
 
 
 def test_snapshots_are_at_most_two_per_row() -> None:
     plans = planner(rows=4)
     entry = plans.ladder()[0]
-    assert plans.fill(entry, 0)[1] == 9
-    assert plans.fill(entry, 5 * 177_000_000)[1] == 10
-    assert plans.fill(entry, 100 * GB)[1] == 13
-    assert replace(plans, prefix_caching=False).fill(entry, 100 * GB)[1] == 9
+    assert plans.fill_cache(entry, 0)[1] == 9
+    assert plans.fill_cache(entry, 5 * 177_000_000)[1] == 10
+    assert plans.fill_cache(entry, 100 * GB)[1] == 13
+    assert replace(plans, prefix_caching=False).fill_cache(entry, 100 * GB)[1] == 9
 
 
 def test_notes_name_choice_and_gain_of_more_memory() -> None:
@@ -141,7 +141,7 @@ def test_notes_name_choice_and_gain_of_more_memory() -> None:
     first, *rest = plan.notes
     assert f"max_num_seqs={plan.entry.rows} and max_num_batched_tokens=" in first
     better = plans.ladder()[rank(plan, plans) - 1]
-    missing = sum(plans.least(better).values()) - 24 * GB
+    missing = sum(plans.min_bytes(better).values()) - 24 * GB
     assert rest[0].startswith(f"{missing / GB:.2f} GB more would allow")
     assert "max_num_seqs=256 and max_num_batched_tokens=2048" in rest[-1]
     assert planner(rows=2, tokens=256).plan(24 * GB).notes == ()
@@ -150,7 +150,7 @@ def test_notes_name_choice_and_gain_of_more_memory() -> None:
 
 def test_why_not_names_missing_bytes() -> None:
     plan = planner().plan(20 * GB)
-    message = why_not(plan)
+    message = shortage_reason(plan)
     assert f"{plan.needed / GB:.2f} GB are needed (weights 19.00 GB" in message
     assert "20.00 GB are available" in message
     assert f"{(plan.needed - 20 * GB) / GB:.2f} GB are missing. Lower max_model_len" in message
@@ -160,6 +160,6 @@ def test_why_not_names_missing_bytes() -> None:
 def test_explicit_rows_need_one_full_request(rows: int) -> None:
     """It is not refused for lack of pages for every row's assumed context."""
     plans = planner(slot=0, rows=rows, tokens=64)
-    minimum = sum(plans.least(plans.ladder()[-1]).values())
+    minimum = sum(plans.min_bytes(plans.ladder()[-1]).values())
     assert plans.plan(minimum).pages == COLUMNS + 1
     assert plans.plan(minimum - 1).short == 1

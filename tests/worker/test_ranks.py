@@ -69,6 +69,15 @@ def memory_files() -> Iterator[None]:
         time.sleep(0.05)
 
 
+def start_child(worker: Worker) -> None:
+    """Start a process in that of another rank, as for compilers of kernels."""
+    if worker.group.index:
+        child = multiprocessing.get_context("fork").Process(target=abs, args=(1,), daemon=True)
+        child.start()
+        child.join(20)
+        assert child.exitcode == 0
+
+
 @pytest.mark.parametrize("max_tokens", [24, pytest.param(100, marks=pytest.mark.slow)])
 def test_processes_give_the_answers_of_one_rank_until_one_is_killed(
     max_tokens: int, memory_files: None
@@ -78,6 +87,7 @@ def test_processes_give_the_answers_of_one_rank_until_one_is_killed(
     params.append(replace(GREEDY, max_tokens=max_tokens))
     expected = [answer(out) for out in make_engine("mtp").generate(PROMPTS, params)]
     llm = make_engine("mtp", tensor_parallel_size=2)
+    executor_of(llm.engine).collective_rpc(start_child)
     assert [answer(out) for out in llm.generate(PROMPTS, params)] == expected
     (process,) = processes(llm)
     assert process.pid is not None

@@ -15,7 +15,7 @@ from lockstep.kernels.exchange import ALONE
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.worker import startup
 from lockstep.worker.build import step_limits
-from lockstep.worker.memory_planner import Planner, Typed
+from lockstep.worker.memory_planner import Planner, UserSizes
 from lockstep.worker.startup import Fitting, Planned, dry_engine_of, plan_memory
 from tests.tiny_model import make_model
 from tests.worker.test_memory_planner import COLUMNS, GB, FixedCosts
@@ -70,10 +70,10 @@ class MeasuredFitting(Fitting):
         return parts, 24 * GB - sum(parts.values())
 
 
-def fitting(monkeypatch: pytest.MonkeyPatch, surprise: int, **typed: int) -> MeasuredFitting:
+def fitting(monkeypatch: pytest.MonkeyPatch, surprise: int, **user_sizes: int) -> MeasuredFitting:
     """Return a fitting on a GPU of 24 GB."""
     costs: Any = FixedCosts()
-    planner = Planner(Typed(**typed), costs, COLUMNS)
+    planner = Planner(UserSizes(**user_sizes), costs, COLUMNS)
     monkeypatch.setattr(MeasuredFitting, "surprise", surprise)
     cost = SimpleNamespace(page=costs.page, slot=costs.slot)
     monkeypatch.setattr(startup.memory, "cache_bytes", lambda _: cost)
@@ -126,6 +126,6 @@ def test_measured_misfit_is_refused_with_measured_bytes(
 ) -> None:
     with pytest.raises(CapacityError, match=r"step 5\.\d\d GB.*GB are missing"):
         fitting(monkeypatch, surprise=5 * GB).fit(limits_of())
-    typed = fitting(monkeypatch, surprise=3 * GB, rows=9, tokens=256)
+    user_sizes = fitting(monkeypatch, surprise=3 * GB, rows=9, tokens=256)
     with pytest.raises(CapacityError, match="or change max_num_seqs=9, max_num_batched_tokens=256"):
-        typed.fit(limits_of())
+        user_sizes.fit(limits_of())

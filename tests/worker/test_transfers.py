@@ -69,7 +69,7 @@ def test_saved_units_are_restored_to_other_units(max_copy_bytes: int) -> None:
     for page in range(9):
         fill(paged, page)
     rest = [content(paged, page) for page in (0, 1, 2, 3, 8)]
-    moves.back(moves.pages, [7, 4, 5], saved)
+    moves.copy_in(moves.pages, [7, 4, 5], saved)
     for page, expected in zip((7, 4, 5, 0, 1, 2, 3, 8), [*kept, *rest], strict=True):
         assert torch.equal(content(paged, page), expected)
 

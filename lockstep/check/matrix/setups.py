@@ -97,7 +97,7 @@ class Setup:
     def settings(self, small_chunks: bool = True) -> dict[str, Any]:
         """Return the LLM arguments of this engine."""
         chunk = SMALL_CHUNK if small_chunks else 2 * MAX_MODEL_LEN
-        if self.rows != ROWS:
+        if self.rows > ROWS:
             # With small chunks the first answers would end before the last prompt is read.
             chunk = max(2 * MAX_MODEL_LEN, self.rows * SMALL_CHUNK)
         return {

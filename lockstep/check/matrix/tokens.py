@@ -95,7 +95,7 @@ class TokenMatrix:
             # next.
             gc.collect()
             if self.fail_fast and len(report.failures) > num_failures:
-                return
+                break
         total = sum(len(batch.cases) for _, engine_batches in runs for batch in engine_batches)
         missing = total - (comparison.compared - compared)
         if deadline.passed and missing > 0:

@@ -14,23 +14,6 @@ from lockstep.spec import DRAFTERS
 
 ALL_DRAFTERS = (*DRAFTERS, oracle_drafter.NAME)
 
-OPS_OF_FEATURES = {
-    "no model of this run has Gated DeltaNet layers": (
-        "gated_delta_step",
-        "gated_delta_chunk",
-        "gated_rms_norm",
-    ),
-    "no model of this run has Mamba-2 layers": ("mamba2_step", "mamba2_chunk", "gated_group_norm"),
-    "no model of this run has experts": ("route", "experts"),
-    "no model of this run has latent attention (MLA)": (
-        "latent_attention",
-        "latent_rope_and_cache",
-        "head_linear",
-    ),
-    "no engine of this run quantizes activations": ("fp8_linear", "quantize_rows"),
-    "tensor_parallel_size is 1": ("exchange", "exchange_add_rms_norm"),
-}
-"""Reason against ops that no engine needed, and the ops of each feature."""
 OUTSIDE_THE_ENGINE = frozenset(
     {
         "truncate_prompt_tokens",
@@ -103,13 +86,13 @@ class Coverage:
 
     def _missing_ops(self) -> list[tuple[str, str]]:
         """Return the ops that no engine needed."""
-        features = OPS_OF_FEATURES if self.has_engine else {}
-        reasons = {op: why for why, ops in features.items() for op in ops}
-        return [
-            (f"op {name}", reasons.get(name, "no engine of this run needed it"))
-            for name in all_ops()
-            if name not in self.backends
-        ]
+        missing = []
+        for name, op in all_ops().items():
+            if name not in self.backends:
+                is_conditional = op.needed_for and self.has_engine
+                reason = f"has {op.needed_for}" if is_conditional else "needed it"
+                missing.append((f"op {name}", f"no engine of this run {reason}"))
+        return missing
 
     def _missing_backends(self) -> list[tuple[str, str]]:
         """Return the backends that did not run of ops that ran: ops by backend and reason."""

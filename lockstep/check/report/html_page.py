@@ -10,7 +10,7 @@ import torch
 
 import lockstep
 from lockstep.check.matrix.setups import KERNEL, LOGITS, PHASES, SCENARIO, TESTS
-from lockstep.check.report.report import Report, Tally
+from lockstep.check.report.report import Report, SectionState, Tally
 from lockstep.check.sections import SECTIONS
 
 STYLE = """
@@ -51,7 +51,12 @@ td.soft { color: var(--soft); } .reasons { display: block; } .reasons dt { color
   h2 { break-after: avoid; } figure, li { break-inside: avoid; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """
-STATE_CLASSES = {"passed": "good", "passed in part": "", "failed": "bad", "not run": "soft"}
+STATE_CLASSES = {
+    SectionState.PASSED: "good",
+    SectionState.PASSED_IN_PART: "",
+    SectionState.FAILED: "bad",
+    SectionState.NOT_RUN: "soft",
+}
 """CSS class of each result of a section."""
 MAX_FAILURES = 50
 """Maximum differences that the page lists."""

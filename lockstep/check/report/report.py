@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from lockstep.check.matrix.setups import KERNEL, LOGITS, PHASES, SCENARIO, TESTS, Setup
@@ -69,6 +70,15 @@ class Omission:
     reason: str
 
 
+class SectionState(StrEnum):
+    """Result of a section in a word or two."""
+
+    PASSED = "passed"
+    PASSED_IN_PART = "passed in part"
+    FAILED = "failed"
+    NOT_RUN = "not run"
+
+
 @dataclass(frozen=True)
 class SectionResult:
     """Result of a section.
@@ -85,13 +95,13 @@ class SectionResult:
     omissions: tuple[Omission, ...] = ()
 
     @property
-    def state(self) -> str:
-        """Return the result in a word or two."""
+    def state(self) -> SectionState:
+        """Return the result as one of the states."""
         if self.failed:
-            return "failed"
+            return SectionState.FAILED
         if not self.cases:
-            return "not run"
-        return "passed in part" if self.omissions else "passed"
+            return SectionState.NOT_RUN
+        return SectionState.PASSED_IN_PART if self.omissions else SectionState.PASSED
 
     @property
     def reasons(self) -> str:
@@ -108,7 +118,7 @@ class Report:
     check. coverage: ops, drafters and parameters that ran. interrupted: the check was stopped
     early. planned: number of scenarios, and of cases, of a complete run, by their names.
     section_seconds: duration of each section. omissions: parts that were not run. refused: reason
-    by companion that cannot be built here, or by answer that cannot be compared.
+    by companion that cannot be built here, or by part of a replay that cannot be run.
     """
 
     size: str

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.cache.cache import Cache
-from lockstep.cache.groups import CacheSeq, salt_of
+from lockstep.cache.groups import CacheSeq, root_key
 from lockstep.cache.host_tier import PAGES, Key
 from lockstep.engine.engine import Engine
 from lockstep.scheduling.request import Request
@@ -82,7 +82,7 @@ class ScheduleInvariants:
         size = self.scheduler.cache.config.page_size
         known = self.scheduler.cache.paged.pool.key_of
         request = self.scheduler.entries[admission.spec.id].request
-        fresh = CacheSeq(request.prompt_token_ids, salt=self._root(request))
+        fresh = CacheSeq(request.prompt_token_ids, root=self._root(request))
         for index, page in enumerate(admission.pages[: admission.start // size]):
             if known.get(page) != fresh.key(index, size):
                 raise InvariantError(
@@ -91,7 +91,7 @@ class ScheduleInvariants:
 
     def _root(self, request: Request) -> bytes:
         """Return the root of the page keys that a request must have."""
-        return salt_of(request.cache_salt, self.scheduler.adapters.get(request.adapter, ""))
+        return root_key(request.cache_salt, self.scheduler.adapters.get(request.adapter, ""))
 
     def _check_host_moves(self, schedule: Schedule) -> None:
         """Check that a page loaded from host memory is the one that was evicted with its key."""
@@ -130,7 +130,7 @@ class ScheduleInvariants:
         request = next(e.request for e in self.scheduler.running if e.row == chunk.row)
         if cache.state is None or tokens < cache.config.page_size:
             return False
-        fresh = CacheSeq(request.prompt_token_ids, salt=self._root(request))
+        fresh = CacheSeq(request.prompt_token_ids, root=self._root(request))
         size = cache.config.page_size
         return cache.state.pool.key_of.get(slot) == fresh.key(tokens // size - 1, size)
 
@@ -241,7 +241,7 @@ def check_no_leaks(engine: Engine) -> None:
     for resource, num_remaining in (
         ("rows", scheduler.max_num_seqs - len(scheduler.free_rows)),
         ("requests", len(scheduler.entries) + len(scheduler.queue) + len(scheduler.running)),
-        ("requests to preempt", len(scheduler.forced)),
+        ("requests to preempt", len(scheduler.preempt_next)),
         ("requests with pages", len(cache.seqs)),
         ("pages in use", cache.paged.pool.used),
         ("slots in use", state.pool.used if state else 0),

@@ -14,7 +14,11 @@ from lockstep.worker.worker import Worker
 
 LEAVES = (str, bytes, int, float, types.ModuleType, type, torch.dtype, torch.device)
 """Types of objects that refer to no tensor of a worker."""
-WEIGHT_MODULES = ("lockstep.quantization", "lockstep.kernels.linear", "lockstep.kernels.moe")
+WEIGHT_MODULES = (
+    "lockstep.quantization",
+    "lockstep.kernels.linear",
+    "lockstep.kernels.formats.weights",
+)
 """Modules whose objects have weights."""
 
 

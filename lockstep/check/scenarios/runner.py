@@ -107,7 +107,7 @@ class ScenarioRunner:
         events["requests with an adapter"] += sum(bool(r.adapter) for r in scenario.requests)
         for group in self.engine.engine.scheduler.cache.groups:
             host_pool = group.pool.host
-            events[f"{host_pool.name} loaded from host memory"] = host_pool.num_back
+            events[f"{host_pool.name} loaded from host memory"] = host_pool.num_fetched
         check_no_leaks(self.engine.engine)
         met: list[set[Event]] = [set() for _ in scenario.requests]
         for one in driver.all:

@@ -17,7 +17,7 @@ from lockstep.check.scenarios.invariants import ANOTHER_ROW, AT_ONCE, LATER
 from lockstep.engine.audit_record import AuditRecord
 from lockstep.errors import ConfigError, choice_error
 from lockstep.sampling_params import SamplingParams
-from lockstep.settings import why_unread
+from lockstep.settings import path_fault
 from lockstep.worker.hooks import CheckHooks
 
 VERSION = 5
@@ -289,7 +289,7 @@ def _read(path: Path) -> dict[str, Any]:
             raise ValueError("it has no JSON object")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path} cannot be read: {why_unread(error)}. Name a file that lockstep check wrote."
+            f"{path} cannot be read: {path_fault(error)}. Name a file that lockstep check wrote."
         ) from None
     return data
 

@@ -1,6 +1,7 @@
 """Tables of lockstep bench: figures, floors, kernels and layers."""
 
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from rich.table import Column, Table
 
@@ -28,8 +29,7 @@ def digits(value: float) -> str:
 def figures_table(figures: "Figures", step: "StepFloor | None", prompt: "Floor | None") -> Table:
     """Return the table of offline runs, with their floors if requested."""
     spread = ("deviation", "CV") if figures.runs > 1 else ()
-    right: dict[str, Any] = {"justify": "right"}
-    table = Table("", *(Column(name, **right) for name in ("mean", *spread)))
+    table = Table("", *(Column(name, justify="right") for name in ("mean", *spread)))
     wall = (figures.wall_tokens_per_s, figures.wall_deviation, figures.wall_cv)
     decode = (figures.decode_tokens_per_s, figures.decode_deviation, figures.decode_cv)
     for name, (mean, deviation, cv) in (("decode tokens/s", decode), ("wall tokens/s", wall)):
@@ -59,12 +59,11 @@ def figures_table(figures: "Figures", step: "StepFloor | None", prompt: "Floor |
 
 def drafters_table(lines: "list[DrafterLine]") -> Table:
     """Return a table with one row per drafter, with acceptance by draft position."""
-    right: dict[str, Any] = {"justify": "right"}
     table = Table(
         Column("drafter", no_wrap=True), "accepted at position 1, 2, ...", title="Drafters"
     )
     for name in ("length", "ms/step", "extra ms", "tokens/s", "speedup"):
-        table.add_column(name, **right)
+        table.add_column(name, justify="right")
     table.add_column("tokens")
     for line in lines:
         table.add_row(
@@ -85,9 +84,10 @@ def floor_table(step: "StepFloor", prompt: "Floor | None") -> Table:
     """Return the parts of each pass, and whether bandwidth or compute limits it."""
     from lockstep.worker.device_rates import H200
 
-    right: dict[str, Any] = {"justify": "right"}
     names = ("GB", "memory ms", "TFLOP", "compute ms")
-    table = Table("part", *(Column(name, **right) for name in names), title="Floor of a step")
+    table = Table(
+        "part", *(Column(name, justify="right") for name in names), title="Floor of a step"
+    )
     for name, floor in (("verify", step.verify), ("drafts", step.drafts), ("prompt", prompt)):
         if floor is None or not floor.total.bytes:
             continue
@@ -114,10 +114,9 @@ def floor_table(step: "StepFloor", prompt: "Floor | None") -> Table:
 
 def kernel_table(lines: "list[KernelLine]") -> Table:
     """Return a table with one row per measurement; repeated names are left blank."""
-    right: dict[str, Any] = {"justify": "right", "no_wrap": True}
     table = Table(Column("op", ratio=1), title="Kernels", expand=True)
     for name in ("rows", "us", "MB", "TB/s", "floor"):
-        table.add_column(name, **right)
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("bits", no_wrap=True)
     previous = None
     for line in lines:
@@ -143,16 +142,19 @@ def trace_table(lines: "list[LayerTime]", on_gpu: bool) -> Table:
     """Return the time of one step by name, of GPU kernels or else of host functions."""
     from lockstep.bench.trace import CAPTURED
 
-    right: dict[str, Any] = {"justify": "right"}
-    table = Table("layer or stage", Column("calls", **right), title="Time of a step by name")
+    table = Table(
+        "layer or stage", Column("calls", justify="right"), title="Time of a step by name"
+    )
     for name in ("GPU us", "share", "kernels", "host us") if on_gpu else ("host us", "share"):
-        table.add_column(name, **right)
+        table.add_column(name, justify="right")
+    us = attrgetter("device_us" if on_gpu else "host_us")
     named_lines = [line for line in lines if line.name != CAPTURED]
-    total = sum(line.device_us if on_gpu else line.host_us for line in named_lines) or 1.0
+    total = sum(map(us, named_lines)) or 1.0
     for line in named_lines:
-        share = f"{100 * (line.device_us if on_gpu else line.host_us) / total:.1f} %"
-        gpu_cells = (f"{line.device_us:.1f}", share, f"{line.kernels:g}", f"{line.host_us:.0f}")
-        cells = gpu_cells if on_gpu else (f"{line.host_us:.0f}", share)
+        share = f"{100 * us(line) / total:.1f} %"
+        cells = [f"{line.host_us:.0f}", share]
+        if on_gpu:
+            cells = [f"{line.device_us:.1f}", share, f"{line.kernels:g}", f"{line.host_us:.0f}"]
         table.add_row(line.name, f"{line.calls:g}", *cells)
     table.caption = f"{total:.0f} us per step; host times include the profiler's overhead"
     for line in lines:
@@ -165,10 +167,9 @@ def trace_table(lines: "list[LayerTime]", on_gpu: bool) -> Table:
 
 def serving_table(runs: "list[ServingFigures]") -> Table:
     """Return a table with one row per load; latencies are p50 / p90 / p99 in ms."""
-    right: dict[str, Any] = {"justify": "right"}
     table = Table("load", title="Serving: latencies in ms, p50 / p90 / p99")
     for name in ("TTFT", "TPOT", "ITL", "tokens/s", "failed"):
-        table.add_column(name, **right)
+        table.add_column(name, justify="right")
     for run in runs:
         latencies = (run.ttft_ms, run.tpot_ms, run.itl_ms)
         table.add_row(

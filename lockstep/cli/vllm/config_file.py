@@ -7,7 +7,7 @@ themselves, and tags can construct objects.
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError, brief
-from lockstep.settings import read_named, why_unread
+from lockstep.settings import path_fault, read_text_file
 
 if TYPE_CHECKING:
     import yaml
@@ -24,12 +24,12 @@ def read_config(path: str) -> dict[Any, Any]:
     import yaml
 
     try:
-        text = read_named(path, MAX_CHARACTERS)
+        text = read_text_file(path, MAX_CHARACTERS)
         mapping = _plain_loader()(text).get_single_data()
         if not isinstance(mapping, dict):
             raise ValueError("it has no mapping")
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = " ".join(why_unread(error).split())
+        reason = " ".join(path_fault(error).split())
         raise ConfigError(f"--config={brief(path)} cannot be read: {reason}. {REMEDY}") from None
     return mapping
 

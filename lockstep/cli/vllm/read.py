@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.cli.command import unknown_option
 from lockstep.cli.vllm.config_file import read_config
 from lockstep.errors import ConfigError, choice_error
-from lockstep.flags.flag import SWITCHED, Flag, Form, Kind, acts, only_of_server, read_value
+from lockstep.flags.flag import Flag, Form, Kind, acts, only_of_server, read_value
 from lockstep.flags.setter import FlagSetter
 from lockstep.flags.table import all_flags
 
@@ -224,8 +224,6 @@ _JSON = Flag("", Kind.ACTS, "", Form.JSON)
 
 def _as_words(value: Any) -> list[str]:
     """Return the words of a file's value as on the command line."""
-    if isinstance(value, bool):
-        return [next(text for text, known in SWITCHED.items() if known is value)]
     if isinstance(value, list):
         return [entry if isinstance(entry, str) else json.dumps(entry) for entry in value]
     return [value if isinstance(value, str) else json.dumps(value, default=str)]

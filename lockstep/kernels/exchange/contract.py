@@ -27,7 +27,7 @@ class Activation:
     run: Callable[[Tensor], Tensor]
 
 
-@op
+@op(needed_for="several ranks")
 def exchange(
     local: Tensor,
     widths: Sequence[int],
@@ -55,7 +55,7 @@ def exchange(
     return gather_columns(local if act is None else act.run(local), widths, group)
 
 
-@op
+@op(needed_for="several ranks")
 def exchange_add_rms_norm(
     x: Tensor,
     delta: Tensor,

@@ -17,7 +17,7 @@ from lockstep.kernels.route import sum_partials
 from lockstep.kernels.row_tiles import tile_mm
 
 
-@op
+@op(needed_for="experts")
 def experts(
     x: Tensor,
     up: Tensor | QuantizedWeight,

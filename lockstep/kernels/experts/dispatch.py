@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels.architecture import WARP_SIZE
 from lockstep.kernels.experts.tiles import max_tiles
 
 MAX_FUSED_PAIRS = 4096
@@ -20,9 +21,6 @@ launches."""
 CHUNK = 64
 """Pairs of a CTA: each is compared with each, 16 comparisons a thread. 8,192 tokens x 8 are 1,024
 CTAs."""
-WARP = 32
-"""Threads of a warp. tl.histogram compares ballots of a warp, so a counting CTA has at least one
-pair for each of its threads and one expert for each thread of a warp."""
 WARPS = 8
 LARGE_WARPS = 16
 """Warps of a CTA that counts more than LARGE pairs: 4 or 8 pairs in each thread."""
@@ -133,7 +131,9 @@ def sort_pairs(ids: Tensor, experts: int, tokens: int) -> tuple[Tensor, Tensor]:
             undefined where the expert is -1.
     """
     pairs = ids.numel()
-    lanes = max(WARP, triton.next_power_of_2(experts))
+    # tl.histogram compares ballots of a warp, so a counting CTA has at least one pair for each of
+    # its threads and one expert for each thread of a warp.
+    lanes = max(WARP_SIZE, triton.next_power_of_2(experts))
     tiles = max_tiles(pairs, experts, tokens)
     chunks = triton.cdiv(pairs, CHUNK)
 
@@ -144,12 +144,12 @@ def sort_pairs(ids: Tensor, experts: int, tokens: int) -> tuple[Tensor, Tensor]:
     all_pairs = 0
     warps = WARPS
     if pairs <= MAX_FUSED_PAIRS:
-        all_pairs = max(WARP * WARPS, triton.next_power_of_2(pairs))
+        all_pairs = max(WARP_SIZE * WARPS, triton.next_power_of_2(pairs))
         warps = WARPS if all_pairs <= LARGE else LARGE_WARPS
     else:
         counts = empty(chunks + 1, lanes)
         _count_kernel[(chunks,)](
-            ids, counts, pairs, experts, lanes, CHUNK, num_warps=CHUNK // WARP
+            ids, counts, pairs, experts, lanes, CHUNK, num_warps=CHUNK // WARP_SIZE
         )  # fmt: skip
         _prefix_sum_kernel[(lanes // COLUMNS,)](
             counts, chunks, lanes, COLUMNS, CHUNKS_PER_STEP, num_warps=WARPS

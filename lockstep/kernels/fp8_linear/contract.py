@@ -23,7 +23,7 @@ NAN_CODE = 0x7F
 """Code of every NaN, whatever its sign and payload were."""
 
 
-@op
+@op(needed_for="FP8 activations")
 def quantize_rows(x: Tensor, block_k: int) -> tuple[Tensor, Tensor]:
     """Quantize x [T, K] to e4m3fn, with a scale per row and per block_k columns.
 
@@ -56,7 +56,7 @@ def code_values(words: Tensor, k: int) -> Tensor:
     return e4m3_values(unpack_codes(words, 8, k)).double()
 
 
-@op
+@op(needed_for="FP8 activations")
 def fp8_linear(
     x: Tensor,
     weight: Fp8Weight | PrepackedWeight,

@@ -20,11 +20,11 @@ No length is a compile-time constant.
 import triton
 import triton.language as tl
 
+from lockstep.kernels.architecture import WARP_SIZE
 from lockstep.kernels.device.convolution import convolve_chunk
 from lockstep.kernels.gated_delta_rule.gating import gates
 
-LANES = tl.constexpr(32)
-"""Threads of a warp."""
+WARP_SIZE_TL = tl.constexpr(WARP_SIZE)
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def invert_diagonal_blocks(a, SIDE: tl.constexpr, GRID: tl.constexpr):
     Returns: [GRID, GRID], zeros outside of the blocks.
     """
     BLOCKS: tl.constexpr = GRID // SIDE
-    COPIES: tl.constexpr = LANES // SIDE
+    COPIES: tl.constexpr = WARP_SIZE_TL // SIDE
     b = tl.arange(0, BLOCKS)
     r = tl.arange(0, SIDE)[:, None, None]
     on_diagonal = b[:, None, None, None] == b[None, None, :, None]
@@ -92,11 +92,11 @@ def invert_diagonal_blocks(a, SIDE: tl.constexpr, GRID: tl.constexpr):
     # narrower tensor over warps.
     blocks = tl.permute(blocks, (1, 0, 2))[:, :, None, :]
     blocks = tl.broadcast_to(blocks, (SIDE, BLOCKS, COPIES, SIDE))
-    blocks = tl.reshape(blocks, (SIDE, BLOCKS, LANES))
-    lane = tl.arange(0, LANES)[None, None, :]
-    solved = tl.broadcast_to(tl.where(r == lane % SIDE, 1.0, 0.0), (SIDE, BLOCKS, LANES))
+    blocks = tl.reshape(blocks, (SIDE, BLOCKS, WARP_SIZE_TL))
+    lane = tl.arange(0, WARP_SIZE_TL)[None, None, :]
+    solved = tl.broadcast_to(tl.where(r == lane % SIDE, 1.0, 0.0), (SIDE, BLOCKS, WARP_SIZE_TL))
     for i in tl.static_range(SIDE - 1):
-        column = tl.gather(blocks, tl.full((SIDE, BLOCKS, LANES), i, tl.int32), 2)
+        column = tl.gather(blocks, tl.full((SIDE, BLOCKS, WARP_SIZE_TL), i, tl.int32), 2)
         # Integers: adding zeros to a selected row then costs no instruction.
         bits = tl.where(r == i, solved.to(tl.int32, bitcast=True), 0)
         row = tl.sum(bits, 0).to(tl.float32, bitcast=True)

@@ -50,7 +50,7 @@ def gates(b: Tensor, a: Tensor, weights: GatedDeltaWeights) -> tuple[Tensor, Ten
     return g, sigmoid(b.float())
 
 
-@op(writes=("state",))
+@op(writes=("state",), needed_for="Gated DeltaNet layers")
 def gated_delta_step(
     mixed: Tensor,
     z: Tensor,
@@ -114,7 +114,7 @@ def gated_delta_step(
     return out
 
 
-@op(writes=("state",))
+@op(writes=("state",), needed_for="Gated DeltaNet layers")
 def gated_delta_chunk(
     mixed: Tensor,
     b: Tensor,

@@ -6,7 +6,6 @@ from torch import Tensor
 from lockstep.kernels.backends import numba_trait
 from lockstep.kernels.gated_delta_rule import GatedDeltaWeights, gated_delta_step
 from lockstep.kernels.gated_delta_rule.numba_kernels import KERNELS
-from lockstep.kernels.recurrent.history import folded_after
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.kernels.simd.strides import token_stride
 from lockstep.kernels.simd.threads import split_range
@@ -29,12 +28,6 @@ def gated_delta_step_numba(
     """See lockstep.kernels.gated_delta_rule.gated_delta_step."""
     rows, window = mixed.shape[:2]
     out = torch.zeros(z.shape, dtype=z.dtype)
-    written = folded_after(starts, folded, flush, state.grid, committed).int()
-    lengths = torch.full_like(starts, window) if committed is None else committed
-    lengths = lengths.int()
-    slots = slots.long()
-    starts = starts.int()
-    folded = folded.int()
     mixed, mixed_stride = token_stride(mixed)
     z, z_stride = token_stride(z)
     b, b_stride = token_stride(b)
@@ -44,9 +37,10 @@ def gated_delta_step_numba(
         *(x.data_ptr() for x in (mixed, z, b, a, taps, weights.a_log, weights.dt_bias)),
         weights.norm.data_ptr(),
         *(x.data_ptr() for x in (state.recurrent, state.conv, state.u, state.k, state.decay)),
-        *(x.data_ptr() for x in (slots, starts, folded, written, lengths, out)),
+        slots.data_ptr(), starts.data_ptr(), folded.data_ptr(),
+        0 if committed is None else committed.data_ptr(), out.data_ptr(),
         window, *state.sizes(), len(taps) - 1, state.conv.shape[1], state.k.shape[1], state.grid,
-        mixed_stride, z_stride, b_stride, a_stride, weights.eps, int(committed is not None),
+        mixed_stride, z_stride, b_stride, a_stride, weights.eps, flush,
     )  # fmt: skip
     kernel = KERNELS[mixed.dtype, state.recurrent.dtype]
     split_range(rows, lambda begin, end: kernel(*operands, begin, end))

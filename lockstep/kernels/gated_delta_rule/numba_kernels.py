@@ -9,6 +9,7 @@ import numpy as np
 
 from lockstep.kernels.gated_delta_rule.reference import L2_EPS
 from lockstep.kernels.norm.numba_kernels import gated_norm_row
+from lockstep.kernels.recurrent.numba_kernels import next_folded
 from lockstep.kernels.simd.compiler import inline, kernel
 from lockstep.kernels.simd.functions import exp, inverse_sqrt, sigmoid, silu, softplus
 from lockstep.kernels.simd.vectors import (
@@ -233,11 +234,14 @@ def _make_kernel(dtype, size, state_dtype, state_size):
     @kernel
     def gated_delta_step(
         mixed, z, b, a, conv_weight, a_log, dt_bias, norm_weight, recurrent, conv, u_history,
-        k_history, decay_history, slots, starts, folded, written, lengths, out,
+        k_history, decay_history, slots, starts, folded, committed, out,
         window, hk, hv, dk, dv, history, conv_len, entries, grid, mixed_stride, z_stride, b_stride,
-        a_stride, eps, committed, begin, end,
+        a_stride, eps, flush, begin, end,
     ):  # fmt: skip
-        """Step the rows begin .. end: see lockstep.kernels.gated_delta_rule.gated_delta_step."""
+        """Step the rows begin .. end: see lockstep.kernels.gated_delta_rule.gated_delta_step.
+
+        committed: 0 for none.
+        """
         columns = -(-dv // LANES) * LANES
         heads = -(-hv // LANES) * LANES
         channels = 2 * hk * dk + hv * dv
@@ -255,8 +259,12 @@ def _make_kernel(dtype, size, state_dtype, state_size):
             slot = load_int(slots, row)
             start = load_int32(starts, row)
             first = load_int32(folded, row)
-            target = load_int32(written, row)
-            length = load_int32(lengths, row)
+            # See lockstep.kernels.recurrent.history.folded_after.
+            length = window
+            target = next_folded(start, first, flush, grid)
+            if committed != 0:
+                length = load_int32(committed, row)
+                target = next_folded(start + length, first, 1, grid)
             token = row * window
             memory = recurrent + slot * hv * dk * dv * state_size
             raw = mixed + token * mixed_stride * size

@@ -12,10 +12,10 @@ from lockstep.kernels.head_linear import head_linear
 def benchmarks(model: ModelShape, env: BenchEnv, query_len: int) -> Iterator[LazyBenchmark]:
     """Yield both maps of a model with latent attention."""
     if model.latent:
-        plain = model.latent.plain
+        nope = model.latent.nope
         latent = model.latent.latent
         value = model.latent.value
-        for inputs, outputs in ((plain, latent), (latent, value)):
+        for inputs, outputs in ((nope, latent), (latent, value)):
             sizes = (model.heads, inputs, outputs)
             yield head_linear, partial(_head_linear, sizes, env, query_len)
 

@@ -7,7 +7,7 @@ from lockstep.kernels.registry import op
 from lockstep.kernels.row_tiles import tile_mm
 
 
-@op
+@op(needed_for="latent attention (MLA)")
 def head_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Compute x_h W_h^T for every head: [T, H, N], contiguous.
 

@@ -40,7 +40,7 @@ def _rope(model: ModelShape, dims: LatentShape, env: BenchEnv, query_len: int) -
     )
     token = (token_width + 2 * model.heads * dims.rope) * env.dtype.itemsize + token_bytes
     tokens = env.rows_per_chain(token * query_len) * query_len
-    q = env.random(tokens, model.heads, dims.plain + dims.rope)
+    q = env.random(tokens, model.heads, dims.nope + dims.rope)
     kv = env.random(tokens, token_width)
     slots = env.ints(torch.randperm(tokens) + PAGE_SIZE, torch.int64)
     positions = env.ints(torch.arange(tokens) % model.context, torch.int64)

@@ -17,7 +17,7 @@ from lockstep.kernels.registry import op
 from lockstep.kernels.row_tiles import tiled_mm
 
 
-@op(writes=("latents", "ropes"))
+@op(writes=("latents", "ropes"), needed_for="latent attention (MLA)")
 def latent_rope_and_cache(
     q: Tensor,
     kv: Tensor,
@@ -67,7 +67,7 @@ def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2).to(x.dtype)
 
 
-@op
+@op(needed_for="latent attention (MLA)")
 def latent_attention(
     q_latent: Tensor,
     q_rope: Tensor,

@@ -49,24 +49,42 @@ def _addresses(bits, k, group, words, scales):
 
 
 @inline
+def _load_scales(scales):
+    """Return the scales and the offsets of a group: both halves of the tile's outputs."""
+    scale0 = vload(F32, scales, 0)
+    scale1 = vload(F32, scales, LANES)
+    offset0 = vload(F32, scales, TILE)
+    offset1 = vload(F32, scales, TILE + LANES)
+    return scale0, scale1, offset0, offset1
+
+
+@inline
+def _column(bits, minima, bit, index, words, group_scales):
+    """Dequantize column `index` of eight, for both halves of the tile's outputs.
+
+    words: address of the first of their words. bit: their first bit in a word. group_scales: see
+    _load_scales.
+    """
+    scale0, scale1, offset0, offset1 = group_scales
+    word = index // 2 * TILE
+    shift = 16 * (index % 2) + bit
+    w0 = _value(bits, minima, words, word, shift, scale0, offset0)
+    w1 = _value(bits, minima, words, word + LANES, shift, scale1, offset1)
+    return w0, w1
+
+
+@inline
 def _add_eight(bits, minima, bit, x, words, scales, acc0, acc1):
     """Add eight columns of one row to the sums.
 
     x, words, scales: addresses of what belongs to the first of them. bit: its first bit in a word.
     """
-    scale0 = vload(F32, scales, 0)
-    scale1 = vload(F32, scales, LANES)
-    offset0 = vload(F32, scales, TILE)
-    offset1 = vload(F32, scales, TILE + LANES)
-    for quad in range(QUADS):
-        word = quad * TILE
-        for odd in range(2):
-            shift = 16 * odd + bit
-            value = splat(load(F32, x, 2 * quad + odd))
-            w0 = _value(bits, minima, words, word, shift, scale0, offset0)
-            w1 = _value(bits, minima, words, word + LANES, shift, scale1, offset1)
-            acc0 = fma(value, w0, acc0)
-            acc1 = fma(value, w1, acc1)
+    group_scales = _load_scales(scales)
+    for index in range(2 * QUADS):
+        w0, w1 = _column(bits, minima, bit, index, words, group_scales)
+        value = splat(load(F32, x, index))
+        acc0 = fma(value, w0, acc0)
+        acc1 = fma(value, w1, acc1)
     return acc0, acc1
 
 
@@ -91,19 +109,11 @@ def _one_row(bits, minima, x, words, scales, group, out, k_size, columns):
 @inline
 def _dequantize_eight(bits, minima, bit, words, scales, target):
     """Write the values of eight columns to `target` [8, TILE] fp32. See _add_eight."""
-    scale0 = vload(F32, scales, 0)
-    scale1 = vload(F32, scales, LANES)
-    offset0 = vload(F32, scales, TILE)
-    offset1 = vload(F32, scales, TILE + LANES)
-    for quad in range(QUADS):
-        word = quad * TILE
-        for odd in range(2):
-            shift = 16 * odd + bit
-            index = (2 * quad + odd) * TILE
-            w0 = _value(bits, minima, words, word, shift, scale0, offset0)
-            w1 = _value(bits, minima, words, word + LANES, shift, scale1, offset1)
-            vstore(F32, target, index, w0)
-            vstore(F32, target, index + LANES, w1)
+    group_scales = _load_scales(scales)
+    for index in range(2 * QUADS):
+        w0, w1 = _column(bits, minima, bit, index, words, group_scales)
+        vstore(F32, target, index * TILE, w0)
+        vstore(F32, target, index * TILE + LANES, w1)
 
 
 @inline

@@ -14,7 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.kernels.architecture import H100_MULTIPROCESSORS, HOPPER, shared_memory_limit
+from lockstep.kernels.architecture import (
+    H100_MULTIPROCESSORS,
+    HOPPER,
+    WARP_SIZE,
+    shared_memory_limit,
+)
 from lockstep.kernels.compile_target import uses_mma_sync
 from lockstep.kernels.formats.weights import (
     K_BLOCK,
@@ -221,7 +226,7 @@ def _pipeline_tiles(tokens: int, split_k: int, bits: int) -> list[QuantizedTile]
 def _pipeline_ctas_per_sm(tile: QuantizedTile, bits: int) -> int:
     """Return how many CTAs of a pipeline tile fit a Hopper multiprocessor."""
     stage_bytes = tile.stages * tile.k // K_BLOCK * _block_bytes(tile.m, tile.n, bits)
-    threads = 32 * (tile.warps + PRODUCER_WARPS)
+    threads = WARP_SIZE * (tile.warps + PRODUCER_WARPS)
     by_memory = shared_memory_limit(HOPPER) // (stage_bytes + BARRIER_BYTES)
     return min(by_memory, REGISTERS // (threads * tile.registers))
 
@@ -545,7 +550,7 @@ def _gemv_ctas_per_sm(tile: QuantizedTile, bits: int) -> int:
     height = tile.n // (16 * tile.warps)
     registers = height * (GEMV_REGISTERS + 2 * bits * tile.stages + tile.m // 2) + 16 + 8
     registers = tile.registers or registers
-    return max(1, min(MAX_CTAS, REGISTERS // (32 * tile.warps * registers)))
+    return max(1, min(MAX_CTAS, REGISTERS // (WARP_SIZE * tile.warps * registers)))
 
 
 def estimate_seconds(
@@ -565,7 +570,7 @@ def estimate_seconds(
         return max(weight.nbytes / BANDWIDTH, waves * (k / tile.ctas_k / 16) * GEMV_STEP)
     stage, fixed = shared_memory_bytes(tile.n, tile.m, tile.k, weight, not tile.wgmma)
     shared = (tile.stages - 1) * stage + fixed
-    threads = 32 * tile.warps
+    threads = WARP_SIZE * tile.warps
     registers = tile.registers or BASE_REGISTERS + tile.m * tile.n // threads
     ctas_per_sm = max(
         1, min(shared_memory_limit(arch) // shared, REGISTERS // (registers * threads))

@@ -69,10 +69,11 @@ class ColumnTiles(PrepackedWeight):
     def multiply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See PrepackedWeight."""
         n, k = self.shape
-        rows = len(x)
+        rows, columns = x.shape
+        assert columns == k
         if out is None:
             out = torch.empty(rows, n, dtype=self.dtype)
-        assert x.shape[1] == k and out.shape == (rows, n) and out.dtype == self.dtype
+        assert out.shape == (rows, n) and out.dtype == self.dtype
         wide = x.float().contiguous()
         sizes = (out.data_ptr(), rows, n, k, out.stride(0))
         arguments = (wide.data_ptr(), *self.operands, *sizes)

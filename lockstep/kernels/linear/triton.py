@@ -84,11 +84,12 @@ def power_of_two_widths(n: int) -> list[int]:
 def _accumulators_fit(tile: Tile, count: int) -> bool:
     """Return whether the accumulators of a tree over `count` partitions fit into registers."""
     widths = power_of_two_widths(tile.n)
+    threads = architecture.WARP_SIZE * tile.warps
     accumulators = count.bit_length() * tile.m * tile.n
     if len(widths) == 1:
-        return accumulators <= MAX_ACCUMULATORS * 32 * tile.warps
+        return accumulators <= MAX_ACCUMULATORS * threads
     supported = tile.tma and not tile.swap and len(widths) <= 3 and widths[-1] >= MIN_WIDTH
-    return supported and accumulators <= MAX_UNEVEN_ACCUMULATORS * 32 * tile.warps
+    return supported and accumulators <= MAX_UNEVEN_ACCUMULATORS * threads
 
 
 def _fit_accumulators(tile: Tile, split_k: int, may_split: bool) -> Tile:

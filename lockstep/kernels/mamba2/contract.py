@@ -53,7 +53,7 @@ def discretize(dt: Tensor, weights: Mamba2Weights) -> tuple[Tensor, Tensor]:
     return step, step * -torch.exp(weights.a_log)
 
 
-@op(writes=("state",))
+@op(writes=("state",), needed_for="Mamba-2 layers")
 def mamba2_step(
     mixed: Tensor,
     dt: Tensor,
@@ -112,7 +112,7 @@ def mamba2_step(
     return out
 
 
-@op(writes=("state",))
+@op(writes=("state",), needed_for="Mamba-2 layers")
 def mamba2_chunk(
     mixed: Tensor,
     dt: Tensor,

@@ -43,7 +43,7 @@ def add_rms_norm(
     return total, rms_norm(total, weight, eps, offset)
 
 
-@op
+@op(needed_for="Gated DeltaNet layers")
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute x / rms(x) * weight * silu(gate) in fp32, rounded once to gate's dtype.
 
@@ -52,7 +52,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     return (_normalize(x, eps) * weight.float() * silu(gate.float())).to(gate.dtype)
 
 
-@op
+@op(needed_for="Mamba-2 layers")
 def gated_group_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute y / rms(y) * weight with y = x * silu(gate) in fp32, rounded once to gate's dtype.
 

@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from lockstep.kernels.architecture import WARP_SIZE
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.device.reductions import WARPS
 from lockstep.kernels.norm import add_rms_norm, gated_group_norm, gated_rms_norm, rms_norm
@@ -43,7 +44,7 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
 def row_layout(width: int, rows: int = 1) -> dict[str, Any]:
     """Return the launch options of a CTA with `rows` rows of `width`. They change no bit."""
     block = triton.next_power_of_2(width)
-    warps = max(1, min(WARPS.value, rows * block // THREAD_ELEMENTS // 32))
+    warps = max(1, min(WARPS.value, rows * block // THREAD_ELEMENTS // WARP_SIZE))
     return dict(D=width, BLOCK=block, num_warps=warps, enable_fp_fusion=False)
 
 

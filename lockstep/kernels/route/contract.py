@@ -53,7 +53,7 @@ class RouterOutput(NamedTuple):
     gate: Tensor | None
 
 
-@op
+@op(needed_for="experts")
 def route(
     logits: Tensor,
     top_k: int,

@@ -7,20 +7,12 @@ batch, nor on the number of ranks that share a row's logits. Penalties count the
 position. So a draft only changes when a token is known.
 """
 
-import torch
 from torch import Tensor
 
 from lockstep.kernels.registry import op
-from lockstep.kernels.sampling.reference import (
-    _are_allowed,
-    _best,
-    _best_of_ranks,
-    _local_logits,
-    _parts,
-    _process,
-)
+from lockstep.kernels.sampling.reference import _best, sample_by, uniform
 from lockstep.kernels.sampling.shard import LogitShard
-from lockstep.kernels.sampling.state import ALLOWED, FILTERS, NOISE, SamplingState
+from lockstep.kernels.sampling.state import SamplingState
 
 
 @op
@@ -52,32 +44,5 @@ def sample(
     A logit row has no token if one of its logits is NaN or +inf, allowed or not, or if its largest
     score, noise included, is not finite: then all tokens are banned or overflow fp32.
     """
-    logits = logits.float()
-    shard = shard or LogitShard(logits.shape[2:])
-    local, local_ids = _local_logits(shard, logits, ids)
-    # Greedy rows without flags are done after this one argmax; the loop redoes all other rows.
-    best, top = _best(local)
-    valid = top < torch.inf
-    tokens = best if local_ids is None else local_ids[best]
-    flags = state.flags[row_ids]
-    for s in torch.nonzero(flags).flatten().tolist():
-        row = row_ids[s : s + 1]
-        row_flags = int(flags[s])
-        words = allowed[s] if row_flags & ALLOWED and allowed is not None else None
-        if words is not None and row_flags == ALLOWED and _are_allowed(tokens[s], words):
-            continue
-        top[s] = -torch.inf
-        logit_row = local[s]
-        logit_ids = local_ids
-        if row_flags & FILTERS and row_flags & NOISE:  # filters compare tokens of all ranks
-            logit_row = shard.gather(logits[s])
-            logit_ids = ids
-        for part, x, token_ids in _parts(logit_row, words, logit_ids):
-            scores = _process(
-                x, part, positions[s], drafts[s], row, history, state, row_flags, token_ids,
-                shard.total,
-            )  # fmt: skip
-            best, top[s, part] = _best(scores)
-            tokens[s, part] = best if token_ids is None else token_ids[best]
-    top, tokens, valid = _best_of_ranks(shard, top, tokens, valid)
-    return torch.where(valid & top.isfinite(), tokens, -1)
+    arguments = (logits, positions, drafts, row_ids, history, state, ids, allowed, shard)
+    return sample_by(_best, uniform, *arguments)

@@ -1,6 +1,6 @@
 """The steps of the reference of sample: masks, penalties, filters and noise."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 
 from lockstep.kernels.sampling.shard import LogitShard
 from lockstep.kernels.sampling.state import (
+    ALLOWED,
     BAD_WORDS,
     BIAS,
     FILTERS,
@@ -23,9 +24,60 @@ BLOCK = 512
 MANY = 32 * BLOCK
 """Minimum number of scores whose argmax is computed by blocks."""
 Word = TypeVar("Word", int, Tensor)
+FindBest = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Function with the results of _best."""
+Uniform = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Function with the results of uniform."""
 BITS = (torch.arange(256)[:, None] >> torch.arange(8) & 1).to(torch.uint8)
 OCTETS = BITS.view(torch.int64).flatten()
 """[256] int64: the bits of each byte value, lowest first, one byte per bit."""
+
+
+def sample_by(
+    find_best: FindBest,
+    uniform_numbers: Uniform,
+    logits: Tensor,
+    positions: Tensor,
+    drafts: Tensor,
+    row_ids: Tensor,
+    history: Tensor,
+    state: SamplingState,
+    ids: Tensor | None,
+    allowed: Tensor | None,
+    shard: LogitShard | None,
+) -> Tensor:
+    """Compute lockstep.kernels.sampling.sample by two functions, which have the bits of the ones
+    below.
+    """
+    logits = logits.float()
+    shard = shard or LogitShard(logits.shape[2:])
+    local, local_ids = _local_logits(shard, logits, ids)
+    # Greedy rows without flags are done after this one argmax; the loop redoes all other rows.
+    best, top = find_best(local)
+    valid = top < torch.inf
+    tokens = best if local_ids is None else local_ids[best]
+    for s, row_flags in enumerate(state.flags[row_ids].tolist()):
+        if not row_flags:
+            continue
+        row = row_ids[s : s + 1]
+        words = allowed[s] if row_flags & ALLOWED and allowed is not None else None
+        if words is not None and row_flags == ALLOWED and _are_allowed(tokens[s], words):
+            continue
+        top[s] = -torch.inf
+        logit_row = local[s]
+        logit_ids = local_ids
+        if row_flags & FILTERS and row_flags & NOISE:  # filters compare tokens of all ranks
+            logit_row = shard.gather(logits[s])
+            logit_ids = ids
+        for part, x, token_ids in _parts(logit_row, words, logit_ids):
+            scores = _process(
+                x, part, positions[s], drafts[s], row, history, state, row_flags, token_ids,
+                shard.total, uniform_numbers,
+            )  # fmt: skip
+            best, top[s, part] = find_best(scores)
+            tokens[s, part] = best if token_ids is None else token_ids[best]
+    top, tokens, valid = _best_of_ranks(shard, top, tokens, valid)
+    return torch.where(valid & (top.abs() < torch.inf), tokens, -1)
 
 
 def _are_allowed(tokens: Tensor, words: Tensor) -> bool:
@@ -132,6 +184,7 @@ def _process(
     flags: int,
     ids: Tensor | None,
     vocab: int,
+    uniform_numbers: Uniform,
 ) -> Tensor:
     """Compute the scores [P, n], whose argmax is the sampled token, from logits x [P, n].
 
@@ -155,7 +208,7 @@ def _process(
         min_p = float(state.min_p[row])
         x = _filter(x, min_p, int(state.top_k[row]), float(state.top_p[row]), vocab)
     noise = torch.arange(x.shape[-1], device=x.device) if ids is None else ids
-    return x + gumbel(state.seed[row], positions, noise)
+    return x + _to_gumbel(uniform_numbers(state.seed[row], positions, noise))
 
 
 def _logit_indices(tokens: Tensor, ids: Tensor | None) -> Tensor:
@@ -226,7 +279,12 @@ def _filter(x: Tensor, min_p: float, top_k: int, top_p: float, vocab: int) -> Te
 
 def gumbel(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     """Return standard Gumbel noise [Q, V] fp32 of seed [1], positions [Q], ids [V], all int64."""
-    return uniform(seed, positions, ids).log_().neg_().log_().neg_()
+    return _to_gumbel(uniform(seed, positions, ids))
+
+
+def _to_gumbel(numbers: Tensor) -> Tensor:
+    """Turn uniform numbers into standard Gumbel noise, in place."""
+    return numbers.log_().neg_().log_().neg_()
 
 
 def uniform(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
@@ -235,13 +293,17 @@ def uniform(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     A counter-based hash: murmur3's 32-bit finalizer over seed, position and token id. It has no
     state, so (seed, position, token) gives the same number in any batch, step or drafter.
     """
-    of_row = _mix((int(seed) & MASK32) ^ 0x9E3779B9)
-    of_row = _mix(of_row ^ ((int(seed) >> 32) & MASK32))
-    keys = [_mix(of_row ^ (position & MASK32)) for position in positions.tolist()]
-    key = torch.tensor(keys, device=ids.device)[:, None]
+    key = torch.tensor(position_keys(seed, positions), device=ids.device)[:, None]
     bits = _mix(_mix(key ^ ids) ^ key) >> 9
     # 23 bits: (bits + 0.5) / 2^23 is exact in fp32, above 0 and below 1.
     return bits.float().add_(0.5).mul_(2.0**-23)
+
+
+def position_keys(seed: Tensor, positions: Tensor) -> list[int]:
+    """Return the hash of seed [1] and each position [Q]."""
+    of_row = _mix((int(seed) & MASK32) ^ 0x9E3779B9)
+    of_row = _mix(of_row ^ ((int(seed) >> 32) & MASK32))
+    return [_mix(of_row ^ (position & MASK32)) for position in positions.tolist()]
 
 
 def _mix(x: Word) -> Word:

@@ -1,5 +1,7 @@
 """Layout of a tensor's rows in memory, for kernels that address it by numbers."""
 
+from math import prod
+
 from torch import Tensor
 
 
@@ -20,8 +22,14 @@ def row_strides(x: Tensor) -> tuple[Tensor, int, int, int, int]:
 
 
 def token_stride(x: Tensor) -> tuple[Tensor, int]:
-    """Return x [S, Q, ...] and the elements from one token to the next, copied unless regular."""
-    tokens = x.flatten(0, 1)
-    if len(tokens) and not tokens[0].is_contiguous():
-        tokens = tokens.contiguous()
-    return tokens, tokens.stride(0)
+    """Return x [S, Q, C] or [S, Q, H, D] and the elements from one token to the next.
+
+    x is copied unless its tokens are regular.
+    """
+    rows, window, *sizes = x.shape
+    outer, stride, *inner = x.stride()
+    if window == 1:
+        stride = outer
+    if (rows > 1 and outer != window * stride) or inner != [*sizes[1:], 1]:
+        return x.contiguous(), prod(sizes)
+    return x, stride

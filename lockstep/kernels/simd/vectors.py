@@ -178,6 +178,25 @@ def _int_load(width):
 load_int, load_int32 = _int_load(64), _int_load(32)
 
 
+def _int_store(width):
+    """Return the intrinsic that stores the low `width` bits of an integer."""
+
+    @intrinsic
+    def store_integer(typingctx, address, index, value):
+        def codegen(context, builder, signature, args):
+            pointer = _pointer(builder, ir.IntType(width), width // 8, *args[:2])
+            value = args[2] if width == 64 else builder.trunc(args[2], ir.IntType(width))
+            builder.store(value, pointer)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64), codegen
+
+    return store_integer
+
+
+store_int, store_int32 = _int_store(64), _int_store(32)
+
+
 @intrinsic
 def vload(typingctx, dtype, address, index):
     """Load 16 consecutive elements as fp32."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lockstep.errors import CheckpointError, brief, choice_error
 from lockstep.quantization.gguf_blocks import LAYOUTS, PLAIN, bytes_per_row
-from lockstep.settings import why_unread
+from lockstep.settings import path_fault
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -111,7 +111,7 @@ class TensorEntry:
                 file.seek(self.begin + begin)
                 count = file.readinto(data)
         except OSError as error:
-            reason = why_unread(error)
+            reason = path_fault(error)
             raise CheckpointError(
                 f"{self.path} cannot be read: {reason}. Fetch it again."
             ) from None
@@ -133,7 +133,7 @@ class GGUFFile:
             with path.open("rb") as file:
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-            reason = why_unread(error)
+            reason = path_fault(error)
             raise CheckpointError(f"{path} cannot be read: {reason}. Fetch it again.") from None
         with data:
             self._read_header(_Cursor(path, data))

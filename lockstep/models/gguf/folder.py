@@ -21,7 +21,7 @@ from lockstep.models.gguf.file import GGUFModel
 from lockstep.models.gguf.tokenizer import text_files
 from lockstep.models.json_files import brief_list
 from lockstep.quantization.gguf_blocks import LAYOUTS
-from lockstep.settings import why_unread
+from lockstep.settings import path_fault
 
 SUFFIX = ".gguf"
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -84,7 +84,7 @@ def checkpoint_folder(paths: Sequence[Path]) -> Path:
             _write(cache, folder, paths)
     except OSError as error:
         raise ConfigError(
-            f"{cache} cannot be written: {why_unread(error)}. The settings of GGUF files are kept "
+            f"{cache} cannot be written: {path_fault(error)}. The settings of GGUF files are kept "
             "there; set HF_HOME to a folder that may be written."
         ) from None
     return folder
@@ -97,7 +97,7 @@ def _digest(paths: Sequence[Path]) -> str:
         try:
             state = path.stat()
         except OSError as error:
-            reason = why_unread(error)
+            reason = path_fault(error)
             raise CheckpointError(f"{path} cannot be read: {reason}. Fetch it again.") from None
         digest.update(f"{path.resolve()}\n{state.st_size} {state.st_mtime_ns}\n".encode())
     # The code counts too: a folder that an older version wrote must not be read.

@@ -139,8 +139,13 @@ class TextFiles:
         self.c.one_of("ggml.add_space_prefix", False, default=False)
         pre_tokenizer = PRE_TOKENIZERS[pre]
         splits = [
-            {"type": "Split", "pattern": {"Regex": one}, "behavior": "Isolated", "invert": False}
-            for one in pre_tokenizer.patterns
+            {
+                "type": "Split",
+                "pattern": {"Regex": pattern},
+                "behavior": "Isolated",
+                "invert": False,
+            }
+            for pattern in pre_tokenizer.patterns
         ]
         bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
         splitter = {"type": "Sequence", "pretokenizers": [*splits, {**bytes_, "use_regex": False}]}

@@ -81,9 +81,9 @@ def run(session: Session, section: Section) -> None:
         for name, ask in steps:
             condition = Condition(name)
             conditions.append(condition)
-            for one, answer in zip(first, ask(session, requests), strict=False):
-                if one.ok and answer.ok:
-                    condition.add(one, answer)
+            for original, answer in zip(first, ask(session, requests), strict=False):
+                if original.ok and answer.ok:
+                    condition.add(original, answer)
     finally:
         _report(section, [condition for condition in conditions if condition.compared])
 

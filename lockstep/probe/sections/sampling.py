@@ -21,20 +21,21 @@ def run(session: Session, section: Section) -> None:
     together = session.ask_all(requests[:REPEATED], REPEATED)
     texts = [answer.output for answer in first if answer.ok]
     pairs = [
-        (how, one.output, other.output)
+        (how, original.output, other.output)
         for how, repeats in (("alone", again), ("at the same time", together))
-        for one, other in zip(first, repeats, strict=False)
-        if one.ok and other.ok
+        for original, other in zip(first, repeats, strict=False)
+        if original.ok and other.ok
     ]
     if len(texts) < 2:
         return
     section.figures["different answers of different seeds"] = f"{len(set(texts))} of {len(texts)}"
-    equal = sum(one == other for _, one, other in pairs)
+    equal = sum(original == other for _, original, other in pairs)
     section.figures["equal answers of equal seeds"] = f"{equal} of {len(pairs)}"
     if len(set(texts)) == 1:
         section.fault("all seeds give the same answer", f"temperature 1.2: {texts[0][:80]!r}")
-    for how, one, other in pairs:
-        if one != other:
+    for how, original, other in pairs:
+        if original != other:
             section.warn(
-                f"a seed does not repeat its answer {how}", f"{one[:60]!r}, then {other[:60]!r}"
+                f"a seed does not repeat its answer {how}",
+                f"{original[:60]!r}, then {other[:60]!r}",
             )

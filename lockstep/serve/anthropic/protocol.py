@@ -307,7 +307,7 @@ class CountRequest(Body):
         continues = self.messages[-1].role == last_role == "assistant"
         choice = self.tool_choice
         config = self.output_config
-        form = config.format if config else None
+        output_format = config.format if config else None
         fields = {
             "messages": messages,
             "tools": [_chat_tool(tool) for tool in self.tools or ()],
@@ -317,7 +317,7 @@ class CountRequest(Body):
             "add_generation_prompt": not continues,
             "reasoning_effort": self._effort(),
             "thinking_token_budget": self.thinking.budget_tokens if self.thinking else None,
-            "response_format": _chat_format(form) if form else None,
+            "response_format": _chat_format(output_format) if output_format else None,
             **self._other_fields(),
         }
         return chat_request(fields, SENT_NAMES)
@@ -446,11 +446,11 @@ def _chat_tool(tool: SentTool) -> dict[str, Any]:
     return {"type": "function", "function": known}
 
 
-def _chat_format(form: OutputFormat) -> dict[str, Any]:
+def _chat_format(output_format: OutputFormat) -> dict[str, Any]:
     """Convert `output_config.format` to `response_format`, which needs a name."""
-    if form.type != "json_schema":
-        return {"type": form.type}
-    schema = {"name": "output", "schema": form.schema_}
+    if output_format.type != "json_schema":
+        return {"type": output_format.type}
+    schema = {"name": "output", "schema": output_format.schema_}
     return {"type": "json_schema", "json_schema": schema}
 
 

@@ -26,7 +26,7 @@ from lockstep.serve.journal.saved_answer import (
     is_end,
     read_end,
 )
-from lockstep.settings import why_unread
+from lockstep.settings import path_fault
 
 log = logging.getLogger("lockstep.serve")
 
@@ -120,7 +120,7 @@ class Journal:
             self._open_for(identity)
         except OSError as error:
             raise ConfigError(
-                f"journal={self.path!r} cannot be read or written: {why_unread(error)}. Free or "
+                f"journal={self.path!r} cannot be read or written: {path_fault(error)}. Free or "
                 "repair the disk, or name another file with --journal."
             ) from None
         self._thread = threading.Thread(
@@ -347,7 +347,7 @@ class Journal:
                 self._remove(next(iter(self._complete.values())), erase=True)
             except OSError as error:
                 raise ConfigError(
-                    f"journal={self.path!r} cannot be resized: {why_unread(error)}. Free the disk, "
+                    f"journal={self.path!r} cannot be resized: {path_fault(error)}. Free the disk, "
                     "or lower --journal-size."
                 ) from None
 
@@ -390,7 +390,7 @@ def _open(path: str, num_bytes: int) -> BlockFile:
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"journal={path[:200]!r} cannot be opened: {why_unread(error)}. Name a file in a "
+            f"journal={path[:200]!r} cannot be opened: {path_fault(error)}. Name a file in a "
             "folder that can be written, on a disk with space for --journal-size."
         ) from None
 

@@ -16,12 +16,12 @@ _SOURCES: dict[str, TokenSource] = {source[0]: source for source in get_args(Tok
 """First letter of a source -> the source."""
 _COUNTERS = ("num_draft_tokens", "num_accepted_tokens", "num_steps")
 """Metrics that change with every update; others are written where they change."""
-_OTHERS = tuple(
-    one.name
-    for one in fields(RequestMetrics)
-    if one.name not in (*_COUNTERS, "arrival_time", "forced_mismatch")
+_OTHER_METRICS = tuple(
+    metric.name
+    for metric in fields(RequestMetrics)
+    if metric.name not in (*_COUNTERS, "arrival_time", "forced_mismatch")
 )
-_others_of = attrgetter(*_OTHERS)
+_others_of = attrgetter(*_OTHER_METRICS)
 _counters_of = attrgetter(*_COUNTERS)
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 """Encoder of records. json.dumps would make one for each record."""
@@ -106,7 +106,7 @@ class UpdateEncoder:
         if others != others_before:
             more["metrics"] = {
                 name: value
-                for name, value, old in zip(_OTHERS, others, others_before, strict=True)
+                for name, value, old in zip(_OTHER_METRICS, others, others_before, strict=True)
                 if value != old
             }
         if metrics.forced_mismatch is not None:
@@ -125,7 +125,7 @@ class UpdateEncoder:
 def _plain(entry: dict[int, Logprob] | None) -> list[Any] | None:
     if entry is None:
         return None
-    return [[token_id, one.logprob, one.rank] for token_id, one in entry.items()]
+    return [[token_id, logprob.logprob, logprob.rank] for token_id, logprob in entry.items()]
 
 
 def _entries(plain: Sequence[Any] | None) -> Any:

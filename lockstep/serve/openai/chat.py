@@ -203,9 +203,7 @@ class ChatWriter(ResponseWriter):
         }
         options = self.body.stream_options
         if options and options.include_usage:
-            chunk["usage"] = (
-                usage_object(self._parser.usage, self._counts_drafts) if include_usage else None
-            )
+            chunk["usage"] = self._usage_object() if include_usage else None
         return chunk
 
     def _message_delta(
@@ -219,17 +217,13 @@ class ChatWriter(ResponseWriter):
                 return {"reasoning_content": text, "reasoning": text}
             case CallStart(number, name, model_id):
                 call = self._tool_call(index, number, ToolCall(name, id=model_id))
-                function = call["function"]
                 return {
                     "tool_calls": [
                         {
                             "index": number,
                             "id": call["id"],
                             "type": "function",
-                            "function": {
-                                "name": function["name"],
-                                "arguments": function["arguments"],
-                            },
+                            "function": {**call["function"]},
                         }
                     ]
                 }

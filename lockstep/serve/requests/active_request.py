@@ -140,10 +140,10 @@ class ActiveRequest:
 
     The engine's updates become OutputDeltas, which wait in a queue; iterating yields them in
     batches. requests: the engine's requests, one per completion. created: Unix time in seconds.
-    deadline: time of the event loop at which the request ends incomplete. saved: part of the
-    answer that an earlier process had. keeps_output: readers get output again and again, so it
-    counts for the memory limit until the end. is_suspended: the request has ended here, and the
-    next process goes on with it.
+    deadline: Unix time at which the request ends incomplete, None for none; the constructor takes
+    it as a time of the event loop. saved: part of the answer that an earlier process had.
+    keeps_output: readers get output again and again, so it counts for the memory limit until the
+    end. is_suspended: the request has ended here, and the next process goes on with it.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class ActiveRequest:
         visible = self.parsed.visible_token_ids
         for index, request in enumerate(self.requests):
             self._open[index] = processor.completion(request, index, visible)
-        rest = await self._received() if self._saved is not None else list(enumerate(self.requests))
+        rest = list(enumerate(self.requests)) if self._saved is None else await self._read_saved()
         if not rest:
             return
         if self._deadline is not None:
@@ -203,8 +203,8 @@ class ActiveRequest:
             self._open.clear()  # none was queued: there is nothing to abort
             self._fail(0, error)
 
-    async def _received(self) -> list[tuple[int, Request]]:
-        """Handle the updates of a saved answer; return the requests of its rest, by index."""
+    async def _read_saved(self) -> list[tuple[int, Request]]:
+        """Handle the updates of a saved answer; return the requests that go on, by index."""
         assert self._saved is not None
         answers = [ReceivedAnswer(request) for request in self.requests]
         for number, (index, update) in enumerate(self._saved.updates, 1):

@@ -170,8 +170,8 @@ class ResumableStreams:
             deadline=active.deadline,
             arrival=active.requests[0].metrics.arrival_time,
             prompts=[list(token_ids) for token_ids in active.parsed.prompts],
-            seeds=[one.seed for one in active.requests],
-            max_tokens=[one.params.max_tokens for one in active.requests],
+            seeds=[completion.seed for completion in active.requests],
+            max_tokens=[completion.params.max_tokens for completion in active.requests],
             body=body.decode(json.detect_encoding(body), "surrogatepass"),
             conversation=writer.saved_conversation(),
             is_stream=is_stream,
@@ -199,10 +199,11 @@ class ResumableStreams:
         """Return an answer, of this process or of an earlier one; None where there is none."""
         await self._is_restored.wait()
         key = (self.owner(), response_id)
-        async with self._lock:
-            stream = self._streams.get(key)
-            if stream is None:
-                stream = await self._read_again(key, kind)
+        stream = self._streams.get(key)
+        if stream is None:
+            # One after the other, so that two clients of an answer do not both read it.
+            async with self._lock:
+                stream = self._streams.get(key) or await self._read_again(key, kind)
         return stream if stream is not None and stream.kind == kind else None
 
     async def delete(self, kind: str, response_id: str) -> None:

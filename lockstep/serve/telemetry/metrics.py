@@ -17,6 +17,10 @@ _GAUGES = {
     "num_waiting": ("num_requests_waiting", "Requests that wait."),
     "num_swapped": ("num_requests_swapped", "Requests that wait in host memory."),
     "num_audits_pending": ("audits_pending", "Ended requests that will run again."),
+    "num_audit_records": (
+        "audit_records",
+        "Files about audits that found a difference, also before this start; it should stay 0.",
+    ),
 }
 _COUNTERS = {
     "prompt_tokens_total": ("prompt_tokens", "Prompt tokens received."),
@@ -350,11 +354,11 @@ class Metrics:
         replaced = self._new(Gauge, "kernel_replaced_info", description, *labels)
         description = "Time of a replacement relative to the replaced kernel backend."
         slowdown = self._new(Gauge, "kernel_replacement_slowdown", description, *labels)
-        for one in replacements:
-            values = (self._model, one.op, one.replaced, one.backend)
+        for replacement in replacements:
+            values = (self._model, replacement.op, replacement.replaced, replacement.backend)
             replaced.labels(*values).set(1)
-            if one.slowdown is not None:
-                slowdown.labels(*values).set(one.slowdown)
+            if replacement.slowdown is not None:
+                slowdown.labels(*values).set(replacement.slowdown)
 
     def observe(self, record: RequestRecord) -> None:
         """Count a request that has ended."""

@@ -173,7 +173,11 @@ class Compiler:
         Raises: ValueError if the memory does not have the shape of the masks.
         """
         masks = Masks(memory, self.mask_bytes)
-        jobs = [job for one in wanted for job in one.grammar.begin(one.drafts, one.first, masks)]
+        jobs = [
+            job
+            for request in wanted
+            for job in request.grammar.begin(request.drafts, request.first, masks)
+        ]
         self._compute(jobs, masks)
         for job in jobs:
             job.matcher.finish(job, masks)

@@ -23,8 +23,8 @@ def check_conjunctions(source: str, field: str) -> None:
     """Raise RequestError if the schemas of a Lark grammar conjoin too many regexes."""
     for objects in objects_of_schemas(source):
         joined = any(map(combines, objects))
-        names = [len(_as_dict(one.get("patternProperties"))) for one in objects]
-        patterns = sum("pattern" in one for one in objects)
+        names = [len(_as_dict(part.get("patternProperties"))) for part in objects]
+        patterns = sum("pattern" in part for part in objects)
         where = " in schemas that are combined" if joined else ""
         _check(patterns if joined else 0, MAX_CONJOINED, f"'pattern'{where}", field)
         _check(

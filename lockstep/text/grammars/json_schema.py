@@ -68,7 +68,7 @@ def is_deep(value: Any) -> bool:
     """Return whether objects and lists are nested in more than MAX_DEPTH levels."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
-        level = [part for one in level for part in _parts(one)]
+        level = [part for node in level for part in _parts(node)]
         if not level:
             return False
     return True
@@ -84,10 +84,10 @@ def schemas_in(schema: Any) -> Iterator[LocatedSchema]:
     """Yield a schema and its subschemas, outer ones first, each with its path."""
     pending: list[LocatedSchema] = [("", schema)]
     while pending:
-        path, one = pending.pop()
-        yield path, one
-        if isinstance(one, dict):
-            pending += [(f"{path}.{name}".lstrip("."), part) for name, part in _inner(one)]
+        path, node = pending.pop()
+        yield path, node
+        if isinstance(node, dict):
+            pending += [(f"{path}.{name}".lstrip("."), part) for name, part in _inner(node)]
 
 
 def _inner(schema: Json) -> Iterator[tuple[str, Any]]:
@@ -103,30 +103,30 @@ def _inner(schema: Json) -> Iterator[tuple[str, Any]]:
 def check_keywords(schema: Any, field: str) -> None:
     """Raise RequestError for a keyword that would change the answer and is not supported."""
     schemas = list(schemas_in(schema))
-    references = sum(isinstance(one, dict) and "$ref" in one for _, one in schemas)
+    references = sum(isinstance(node, dict) and "$ref" in node for _, node in schemas)
     if references > MAX_REFERENCES:
         raise RequestError(
             f"{field} has {references} references; allowed: at most {MAX_REFERENCES}. Inline "
             "some of them.",
             field,
         )
-    for path, one in schemas:
-        if isinstance(one, dict) and _is_circular(one, schema):
+    for path, node in schemas:
+        if isinstance(node, dict) and _is_circular(node, schema):
             raise RequestError(
                 f"{field}: the keyword '$ref' at {path or 'the root'} of the schema leads back to "
                 "itself. Point it at a schema.",
                 field,
             )
-        if not isinstance(one, (dict, bool)):
+        if not isinstance(node, (dict, bool)):
             raise RequestError(
-                f"{field}: the schema at {path or 'its root'} is {brief(one)}; allowed: an object "
+                f"{field}: the schema at {path or 'its root'} is {brief(node)}; allowed: an object "
                 "or a boolean. Send one of them.",
                 field,
             )
-        if isinstance(one, dict):
-            _check_shapes(one, path or "the root", field)
+        if isinstance(node, dict):
+            _check_shapes(node, path or "the root", field)
         for keyword in REFUSED:
-            if isinstance(one, dict) and keyword in one:
+            if isinstance(node, dict) and keyword in node:
                 raise RequestError(
                     f"{field}: the keyword {keyword!r} at {path or 'the root'} of the schema is "
                     "not supported, and would change the answer. Remove it, or express it "
@@ -138,12 +138,12 @@ def check_keywords(schema: Any, field: str) -> None:
 def _is_circular(schema: Json, root: Any) -> bool:
     """Return whether a reference leads only to other references, and so to no schema."""
     visited: set[int] = set()
-    one: Any = schema
-    while isinstance(one, dict) and "$ref" in one:
-        if id(one) in visited:
+    node: Any = schema
+    while isinstance(node, dict) and "$ref" in node:
+        if id(node) in visited:
             return True
-        visited.add(id(one))
-        one = target(one["$ref"], root if isinstance(root, dict) else {})
+        visited.add(id(node))
+        node = target(node["$ref"], root if isinstance(root, dict) else {})
     return False
 
 
@@ -175,19 +175,19 @@ def locate(
     """
     schemas = list(schemas)
     inner_first = [part for schema in schemas for part in reversed(list(schemas_in(schema)))]
-    objects = [(path, one) for path, one in inner_first if isinstance(one, dict)]
-    for path, one in objects[:MAX_SEARCHED_PARTS]:
-        part = {key: one[key] for key in one if _is_self_contained(key, one[key])}
+    objects = [(path, node) for path, node in inner_first if isinstance(node, dict)]
+    for path, node in objects[:MAX_SEARCHED_PARTS]:
+        part = {key: node[key] for key in node if _is_self_contained(key, node[key])}
         reason = fault_of(part)
         if reason is not None:
             return _describe(_keyword_at_fault(part, fault_of), path), reason
-    for path, one in objects[:MAX_SEARCHED_PARTS] if "oneOf" in fault else ():
-        if "oneOf" in one:
-            part = {**definitions_of(schemas), "oneOf": one["oneOf"]}
+    for path, node in objects[:MAX_SEARCHED_PARTS] if "oneOf" in fault else ():
+        if "oneOf" in node:
+            part = {**definitions_of(schemas), "oneOf": node["oneOf"]}
             if "oneOf" in (fault_of(part) or ""):
                 return _describe("oneOf", path), OVERLAP
-    for path, one in objects:
-        reference = one.get("$ref")
+    for path, node in objects:
+        reference = node.get("$ref")
         if isinstance(reference, str) and reference.strip("#") and reference.strip("#") in fault:
             return _describe("$ref", path), fault
     return None
@@ -229,9 +229,9 @@ def _is_self_contained(key: str, value: Any) -> bool:
 def close_objects(schema: Any) -> Any:
     """Return the schema with additionalProperties forbidden in objects that name properties."""
 
-    def change(one: Json) -> Json:
-        names = "properties" in one or "patternProperties" in one
-        return {"additionalProperties": False, **one} if names else one
+    def change(node: Json) -> Json:
+        names = "properties" in node or "patternProperties" in node
+        return {"additionalProperties": False, **node} if names else node
 
     return rewrite(schema, change)
 
@@ -248,7 +248,7 @@ def drop_ineffective(schema: Any) -> Any:
             return not isinstance(value, str) or value in FORMATS
         return key != "propertyNames" or not (value is True or value in ANY_NAME)
 
-    return rewrite(schema, lambda one: {k: v for k, v in one.items() if binds(k, v)})
+    return rewrite(schema, lambda node: {k: v for k, v in node.items() if binds(k, v)})
 
 
 def drop_refused(schema: Any) -> Any:
@@ -261,9 +261,9 @@ def drop_refused(schema: Any) -> Any:
             return False
         return key not in REFUSED and first_unsupported(key, value) is None
 
-    return rewrite(schema, lambda one: {k: v for k, v in one.items() if supported(k, v)})
+    return rewrite(schema, lambda node: {k: v for k, v in node.items() if supported(k, v)})
 
 
 def drop_annotations(schema: Any) -> Any:
     """Return the schema without annotations."""
-    return rewrite(schema, lambda one: {k: v for k, v in one.items() if k not in NOTES})
+    return rewrite(schema, lambda node: {k: v for k, v in node.items() if k not in NOTES})

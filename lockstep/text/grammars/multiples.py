@@ -28,8 +28,8 @@ Json = dict[str, Any]
 
 def check_multiples(source: str, field: str) -> None:
     """Raise RequestError if a Lark grammar needs too many remainder states."""
-    objects = [one for schema in objects_of_schemas(source) for one in schema]
-    divisors = [one["multipleOf"] for one in objects if _is_number(one.get("multipleOf"))]
+    objects = [part for schema in objects_of_schemas(source) for part in schema]
+    divisors = [part["multipleOf"] for part in objects if _is_number(part.get("multipleOf"))]
     remainders = sum(map(_digits_value, divisors))
     if remainders <= MAX_REMAINDERS and any(map(combines, objects)):
         remainders = _common_multiple(divisors)
@@ -61,12 +61,12 @@ def _objects(value: Any) -> Iterator[Json]:
     """Yield all objects in a value; a reference may point to any of them."""
     pending = [value]
     while pending:
-        one = pending.pop()
-        if isinstance(one, dict):
-            yield one
-            pending += one.values()
-        elif isinstance(one, list):
-            pending += one
+        part = pending.pop()
+        if isinstance(part, dict):
+            yield part
+            pending += part.values()
+        elif isinstance(part, list):
+            pending += part
 
 
 def _is_number(value: Any) -> bool:
@@ -89,5 +89,5 @@ def combines(schema: Json) -> bool:
 
 def _common_multiple(divisors: list[float]) -> int:
     """Return the numerator of the least common multiple. Each divisor's digits are bounded."""
-    parts = {Fraction(to_decimal(one)) for one in divisors}
+    parts = {Fraction(to_decimal(divisor)) for divisor in divisors}
     return lcm(*(part.numerator for part in parts))

@@ -27,9 +27,9 @@ Json = dict[str, Any]
 
 def check_numbers(objects: Iterable[Json], field: str) -> None:
     """Raise RequestError if an object of a schema names a number that is not enforced."""
-    for one in objects:
+    for part in objects:
         for keyword in (*VALUES, *LOWER, *UPPER):
-            value = first_unsupported(keyword, one.get(keyword))
+            value = first_unsupported(keyword, part.get(keyword))
             if value is None:
                 continue
             raise RequestError(
@@ -72,13 +72,13 @@ def _numbers(value: Any) -> Iterator[int | float]:
     """Yield all numbers in a value."""
     pending = [value]
     while pending:
-        one = pending.pop()
-        if isinstance(one, dict):
-            pending += one.values()
-        elif isinstance(one, list):
-            pending += one
-        elif is_number(one):
-            yield one
+        part = pending.pop()
+        if isinstance(part, dict):
+            pending += part.values()
+        elif isinstance(part, list):
+            pending += part
+        elif is_number(part):
+            yield part
 
 
 def is_number(value: Any) -> bool:

@@ -56,9 +56,9 @@ class _Canonical:
     def _rewrite(self, part: Any) -> Any:
         return rewrite(part, self._change)
 
-    def _change(self, one: Json) -> Json:
+    def _change(self, node: Json) -> Json:
         """Rewrite one object whose parts are rewritten already."""
-        changed = dict(one)
+        changed = dict(node)
         if "$ref" in changed:
             changed["$ref"] = self._reference(changed["$ref"])
         if "type" in changed:
@@ -92,27 +92,27 @@ class _Canonical:
             self._sources[f"#/{HOISTED}/ref{number}"] = part
         return f"#/{HOISTED}/{self._names[key]}"
 
-    def _tagged(self, one: Json, keyword: str) -> Json:
+    def _tagged(self, node: Json, keyword: str) -> Json:
         """Return a union whose cases require the tag that distinguishes them, if they have one.
 
         llguidance refuses oneOf whose cases may overlap. With a tag that has a default and is not
         required, they do. With the tag required, each value matches exactly one case.
         """
-        cases = one.get(keyword)
+        cases = node.get(keyword)
         bases = [self._resolved(case) for case in cases] if isinstance(cases, list) else []
         if len(bases) < 2 or not all(isinstance(base, dict) for base in bases):
-            return one
-        for tag in self._tags(one, keyword, bases):
+            return node
+        for tag in self._tags(node, keyword, bases):
             values = [self._values(base, tag) for base in bases]
             flat = [value for some in values for value in some]
-            rest = {k: v for k, v in one.items() if k not in (keyword, "discriminator")}
+            rest = {k: v for k, v in node.items() if k not in (keyword, "discriminator")}
             if all(values) and len(flat) == len(set(flat)) and "anyOf" not in rest:
                 return {**rest, "anyOf": [self._with_tag(base, tag) for base in bases]}
-        return one
+        return node
 
-    def _tags(self, one: Json, keyword: str, bases: Sequence[Json]) -> list[str]:
+    def _tags(self, node: Json, keyword: str, bases: Sequence[Json]) -> list[str]:
         """Return names of properties that may distinguish the cases."""
-        discriminator = one.get("discriminator")
+        discriminator = node.get("discriminator")
         named = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
         if isinstance(named, str):
             return [named]
@@ -162,15 +162,15 @@ class _Canonical:
         return root
 
 
-def _with_types(one: Json) -> Json:
+def _with_types(node: Json) -> Json:
     """Return a schema whose types have JSON Schema's names."""
-    named = one["type"]
+    named = node["type"]
     if isinstance(named, str):
         named = json_type(named)
     elif isinstance(named, list) and all(isinstance(name, str) for name in named):
         named = list(dict.fromkeys(map(json_type, named)))
         named = "" if "" in named else named
-    return {**{k: v for k, v in one.items() if k != "type"}, **({"type": named} if named else {})}
+    return {**{k: v for k, v in node.items() if k != "type"}, **({"type": named} if named else {})}
 
 
 def _without_definitions(part: Any) -> Any:

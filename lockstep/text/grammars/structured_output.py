@@ -94,7 +94,10 @@ def _json_after(params: StructuredOutputsParams) -> tuple[str, ...] | None:
     if "format" in sent:
         return () if sent["format"]["type"] == "json_schema" else None
     # The end of the JSON is known by its last bracket, so that it must be an object or a list.
-    begins = [one["begin"] for one in sent["structures"] if _is_container(one, params.field)]
+    containers = [
+        structure for structure in sent["structures"] if _is_container(structure, params.field)
+    ]
+    begins = [structure["begin"] for structure in containers]
     return tuple(begins) or None
 
 
@@ -260,7 +263,8 @@ def _structural_tag_grammar(params: StructuredOutputsParams, field: str) -> str:
             field,
         )
     assert structures is not None and triggers is not None
-    return free_text_with_tags([_struct_tag(one, triggers, field) for one in structures])
+    tags = [_struct_tag(structure, triggers, field) for structure in structures]
+    return free_text_with_tags(tags)
 
 
 def _format_rule(form: Any, rules: Rules, field: str) -> str:
@@ -330,7 +334,7 @@ def _element_rules(form: Json, rules: Rules, field: str) -> list[str]:
     elements = form.get("elements")
     if not isinstance(elements, list) or len(elements) > MAX_STRUCTURES:
         return []
-    return [_format_rule(one, rules, field) for one in elements]
+    return [_format_rule(element, rules, field) for element in elements]
 
 
 def _sequence_format(form: Json, rules: Rules, field: str) -> str | None:
@@ -356,23 +360,25 @@ _FORMATS: dict[str, Callable[[Json, Rules, str], str | None]] = {
 def _parse_triggered_tags(form: Any, field: str) -> Json:
     """Convert a `format` of triggered tags (xgrammar's current form) to structures and triggers."""
     kind = form.get("type") if isinstance(form, dict) else None
-    free_text_with_tags = form.get("tags") if isinstance(form, dict) else None
-    bound = [name for name in UNSUPPORTED_OPTIONS if isinstance(form, dict) and form.get(name)]
-    if kind != "triggered_tags" or bound or not _are_tags(free_text_with_tags):
+    tags = form.get("tags") if isinstance(form, dict) else None
+    unsupported = [
+        name for name in UNSUPPORTED_OPTIONS if isinstance(form, dict) and form.get(name)
+    ]
+    if kind != "triggered_tags" or unsupported or not _are_tags(tags):
         raise RequestError(
             f"{field}: the format {brief(kind)} is not supported as sent ({brief(form)}); allowed: "
             "'triggered_tags' whose tags have a json_schema as content, without "
             f"{', '.join(UNSUPPORTED_OPTIONS)}; or {', '.join(_FORMATS)}. Use one of them.",
             field,
         )
-    assert free_text_with_tags is not None
+    assert tags is not None
     _check_fields(form, "triggered_tags", field)
-    for one in free_text_with_tags:
-        _check_fields(one, "tag", field)
-        _check_fields(one["content"], "json_schema", field)
+    for tag in tags:
+        _check_fields(tag, "tag", field)
+        _check_fields(tag["content"], "json_schema", field)
     structures = [
         {"begin": tag.get("begin"), "schema": tag["content"]["json_schema"], "end": tag.get("end")}
-        for tag in free_text_with_tags
+        for tag in tags
     ]
     return {"structures": structures, "triggers": form.get("triggers")}
 
@@ -381,22 +387,24 @@ def _are_tags(value: Any) -> bool:
     """Return whether a value is a list of tags around JSON."""
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_STRUCTURES:
         return False
-    content_list = [one.get("content") if isinstance(one, dict) else None for one in value]
+    contents = [tag.get("content") if isinstance(tag, dict) else None for tag in value]
     return all(
-        isinstance(one, dict) and one.get("type") == "json_schema" and "json_schema" in one
-        for one in content_list
+        isinstance(content, dict)
+        and content.get("type") == "json_schema"
+        and "json_schema" in content
+        for content in contents
     )
 
 
 def _are_structures(value: Any) -> bool:
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_STRUCTURES:
         return False
-    for one in value:
-        if not isinstance(one, dict) or not {"begin", "end"} <= one.keys():
-            return False
-        if not isinstance(one["begin"], str) or not isinstance(one["end"], str):
-            return False
-    return True
+    return all(
+        isinstance(structure, dict)
+        and isinstance(structure.get("begin"), str)
+        and isinstance(structure.get("end"), str)
+        for structure in value
+    )
 
 
 def _are_texts(value: Any) -> bool:
@@ -404,9 +412,9 @@ def _are_texts(value: Any) -> bool:
     return sized and all(isinstance(text, str) and text for text in value)
 
 
-def _struct_tag(one: Json, triggers: Sequence[str], field: str) -> StructTag:
+def _struct_tag(structure: Json, triggers: Sequence[str], field: str) -> StructTag:
     """Return a structure under the first trigger that is a prefix of its beginning."""
-    begin = one["begin"]
+    begin = structure["begin"]
     trigger = next((text for text in triggers if begin.startswith(text)), None)
     if trigger is None:
         raise RequestError(
@@ -414,10 +422,11 @@ def _struct_tag(one: Json, triggers: Sequence[str], field: str) -> StructTag:
             "allowed: beginnings that start with one. Add a trigger.",
             field,
         )
-    schema = schema_of(one.get("schema", ANY_OBJECT), field)
+    schema = schema_of(structure.get("schema", ANY_OBJECT), field)
     bounded = add_integer_bounds(schema) if isinstance(schema, dict) else {"allOf": [schema]}
     bounded = {**bounded, "x-guidance": {"json_allowed_escapes": escapes_of(schema)}}
-    return StructTag(trigger=trigger, begin=begin, grammar=json.dumps(bounded), end=one["end"])
+    grammar = json.dumps(bounded)
+    return StructTag(trigger=trigger, begin=begin, grammar=grammar, end=structure["end"])
 
 
 def free_text_with_tags(structures: list[StructTag]) -> str:

@@ -116,7 +116,7 @@ class ReasoningProgress:
     def fork(self, tokenizer: Tokenizer) -> "ReasoningProgress":
         """Return an independent copy; the tokenizer and the tag are shared."""
         shared = (tokenizer, self._closing)
-        return copy.deepcopy(self, {id(one): one for one in shared})
+        return copy.deepcopy(self, {id(item): item for item in shared})
 
 
 class ThinkingBudget:

@@ -96,8 +96,10 @@ class ToolChoice:
         """Return whether an allowed tool asks for calls that match its schema (strict)."""
         functions = [tool.get("function") for tool in tools or () if isinstance(tool, dict)]
         return any(
-            isinstance(one, dict) and one.get("strict") is True and self.allows(one.get("name", ""))
-            for one in functions
+            isinstance(function, dict)
+            and function.get("strict") is True
+            and self.allows(function.get("name", ""))
+            for function in functions
         )
 
 
@@ -180,7 +182,9 @@ class ToolSyntax:
             return ()
         call_begin = (parser.AROUND[0], parser.TAGS[0])
         openers = parser.OPENERS.values()
-        return tuple(text for text in openers if any(one.startswith(text) for one in call_begin))
+        return tuple(
+            text for text in openers if any(begin.startswith(text) for begin in call_begin)
+        )
 
     def _calls(
         self, tools: Sequence[Tool], rules: Rules, parallel: bool, opened: bool = False

@@ -125,7 +125,7 @@ class PlainValues:
             if not isinstance(part, dict) or id(part) in visited or TYPED & part.keys():
                 continue
             visited.add(id(part))
-            inner = [one for name in CHOICES[:-1] for one in part.get(name, ())]
+            inner = [option for name in CHOICES[:-1] for option in part.get(name, ())]
             inner += [target(part["$ref"], self.tool.schema)] if "$ref" in part else []
             if not inner:
                 return True

@@ -171,7 +171,7 @@ class ChatTemplate:
             except Exception:  # the form of the arguments is not the reason for the refusal
                 return self._generate(messages=shown, **variables)
         reprs = {repr(call["function"]["arguments"]) for call in objects} - {"{}"}
-        if not any(one in text for one in reprs):
+        if not any(text_repr in text for text_repr in reprs):
             return text
         try:
             with_texts = self._generate(messages=texts, **variables)
@@ -179,7 +179,11 @@ class ChatTemplate:
             return text
         quoted_reprs = {repr(call["function"]["arguments"]) for m in texts for call in _calls_of(m)}
         # A template that prints the whole call as Python's repr would quote the text.
-        return text if any(one in with_texts for one in reprs | quoted_reprs) else with_texts
+        return (
+            text
+            if any(text_repr in with_texts for text_repr in reprs | quoted_reprs)
+            else with_texts
+        )
 
     def _argument_texts(self, sent: list[Message], shown: list[Message]) -> list[Message]:
         """Return the messages with their calls' arguments as the client's text, marked."""

@@ -9,7 +9,7 @@ from lockstep.check.report.coverage import Coverage
 from lockstep.check.report.progress import no_progress
 from lockstep.check.report.report import Report
 from lockstep.doctor.children import Finding
-from lockstep.doctor.kernels import Examined, KernelReport
+from lockstep.doctor.kernels import ExaminedBackend, KernelReport
 
 FINDING = Finding("rms_norm", "fast", "crash", "call", "1x80", "sm_86", ("blocking",), "SIGABRT")
 
@@ -17,8 +17,8 @@ FINDING = Finding("rms_norm", "fast", "crash", "call", "1x80", "sm_86", ("blocki
 def test_findings_are_failures_and_late_kernels_are_left_out() -> None:
     report = Report("quick", coverage=Coverage(), section_seconds={"kernels": 2.0})
     entries = [
-        Examined("rms_norm", "fast", [FINDING], 9, 1.0),
-        Examined("linear", "slow", [], 9, 1),
+        ExaminedBackend("rms_norm", "fast", [FINDING], 9, 1.0),
+        ExaminedBackend("linear", "slow", [], 9, 1),
     ]
     add_kernels(KernelReport({}, entries, [], ["rms_norm"], late=[("sample", "triton")]), report)
     assert (report.cases, report.failed) == (2, 2)

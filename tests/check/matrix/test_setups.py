@@ -9,6 +9,7 @@ from lockstep.check.matrix.setups import (
     BATCHES,
     DEFAULT_COUNTS,
     DRAFT_COUNTS,
+    LONG_PROMPT,
     MAX_DRAFTS,
     PHASES,
     PLAIN,
@@ -128,6 +129,12 @@ def test_trace_compares_common_modules_only() -> None:
     assert compare(plain, {0: {"a": b"1"}, 1: {"b": b"x"}}, 2) == (
         "the first to differ is b at position 1"
     )
+
+
+def test_engines_of_few_rows_chunk_long_prompts() -> None:
+    """As do those of the user's max_num_seqs, where no more rows must run together."""
+    settings = Setup("none", 0, "cold", "none", rows=4).settings()
+    assert settings["max_num_seqs"] == 4 and settings["max_num_batched_tokens"] < LONG_PROMPT // 2
 
 
 def test_plain_run_has_no_optimizations() -> None:

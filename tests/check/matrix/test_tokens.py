@@ -14,6 +14,7 @@ from lockstep.check.matrix import setups, tokens
 from lockstep.check.matrix.setups import Setup
 from lockstep.check.report.report import MATRIX_CASES, Report
 from lockstep.check.run import STOPPED
+from lockstep.check.scenarios.examiner import Effort
 from lockstep.layers.mlp import GatedMLP
 from lockstep.models.decoder import Block
 from lockstep.scheduling.scheduler import Scheduler
@@ -29,9 +30,10 @@ FEW = setups.Size(max_tokens=8, alone=2, companions=1)
 def check(model: str, monkeypatch: pytest.MonkeyPatch) -> Check:
     """Return run_check over the given setups only."""
 
-    def run(*setups: Setup) -> Report:
-        monkeypatch.setattr(tokens, "setups", lambda size, drafters, graphs: list(setups))
-        options = {"load_format": "dummy", "skip_tokenizer_init": True}
+    def run(*engines: Setup, **effort: Any) -> Report:
+        monkeypatch.setattr(tokens, "setups", lambda size, drafters, graphs: list(engines))
+        options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
+        options["effort"] = Effort.of(setups.SIZES["quick"], **effort)
         return run_check("quick", model, sections=("tokens", "cache"), **options)
 
     return run
@@ -92,6 +94,24 @@ def test_a_fault_that_depends_on_drafting_is_named(
     first = report.failures[0]
     assert first.where is not None and "blocks.1.mlp" in first.where, report.verdict
     assert first.where in report.verdict
+
+
+def test_layer_is_named_where_the_first_failure_ends_the_check(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = GatedMLP.forward
+
+    def faulty(self: GatedMLP, x: Tensor, ctx: StepContext) -> Tensor:
+        is_draft_step = not ctx.shape.prompt and ctx.shape.query_len > 1
+        return plain(self, x, ctx) * (1 + is_draft_step * 1e-3)
+
+    monkeypatch.setitem(setups.SIZES, "quick", FEW)
+    monkeypatch.setattr(GatedMLP, "forward", faulty)
+    drafting = Setup("mtp", 2, "cold", "none")
+    report = check(drafting, Setup("mtp", 3, "cold", "none"), fail_fast=True)
+    assert {tally.setup for tally in report.tallies} == {drafting}
+    where = report.failures[0].where
+    assert where is not None and "blocks.0.mlp" in where, report.verdict
 
 
 def test_missing_event_is_a_failure(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:

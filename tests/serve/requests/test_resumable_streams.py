@@ -474,6 +474,19 @@ def test_delete_ends_a_stream(servers: Servers) -> None:
     run(work())
 
 
+def test_streams_in_memory_do_not_wait_for_the_journal(servers: Servers) -> None:
+    """Reading a long answer of an earlier process again takes a while."""
+
+    async def work() -> None:
+        running = servers.start(tokens=3)
+        async with asked(running, *BODIES[0]) as answer_id, running.http() as http:
+            async with running.service.streams._lock:
+                response = await http.delete(f"/v1/chat/completions/{answer_id}")
+            assert response.json() == {"id": answer_id, "deleted": True}
+
+    run(work())
+
+
 def test_streams_belong_to_an_api_key(servers: Servers) -> None:
     async def work() -> None:
         running = servers.start(servers.folder / "journal", tokens=4)

@@ -61,7 +61,9 @@ def head_quantizers(
     reason = format.unsupported_reason(dim)
     if reason is None:
         return format.k, format.v
-    usable = [name for name, one in KV_FORMATS.items() if one.unsupported_reason(dim) is None]
+    usable = [
+        name for name, kv_format in KV_FORMATS.items() if kv_format.unsupported_reason(dim) is None
+    ]
     allowed = f"{', '.join(('auto', *usable))}, since {reason}"
     remedy = "Choose one of them for this model."
     raise choice_error(ConfigError, setting, format.name, allowed, remedy)
@@ -85,8 +87,8 @@ def latent_quantizer(
         reason = unsupported
     usable = [
         name
-        for name, one in KV_FORMATS.items()
-        if one.latent and not one.latent.unsupported_reason(dim)
+        for name, kv_format in KV_FORMATS.items()
+        if kv_format.latent and not kv_format.latent.unsupported_reason(dim)
     ]
     allowed = f"{', '.join(('auto', *usable))}, since {reason}"
     remedy = "Choose one of them for multi-head latent attention."
