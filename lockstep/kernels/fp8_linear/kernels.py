@@ -32,7 +32,7 @@ def magnitude_bits(x):
 
 @triton.jit
 def scale_of(max_bits):
-    """Return the scales of groups from the bits of their largest magnitude."""
+    """Return scales from the bits of the largest magnitudes."""
     amax = max_bits.to(tl.float32, bitcast=True)
     scale = tl.div_rn(amax, tl.zeros_like(amax) + MAX_E4M3)
     return tl.maximum(scale, MIN_SCALE, propagate_nan=tl.PropagateNan.ALL)
@@ -52,24 +52,23 @@ def quantize_rows_kernel(
     x_ptr, codes_ptr, scales_ptr, K, padded_k, x_stride, groups,
     BY_BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize the columns of one row that share CTA (row, part).
+    """Quantize one row, or BLOCKS blocks of it.
 
-    codes_ptr: bytes [T, padded_k]. BY_BLOCK: a scale per 128 columns, and BLOCKS blocks per CTA;
-    otherwise one scale per row, and one CTA for the whole row. The maximum is exact, so neither
-    BLOCKS nor the warps change a bit.
+    codes_ptr: bytes [T, padded_k]. BY_BLOCK: there is a scale per 128 columns, and CTA (row, part)
+    takes BLOCKS of them. Otherwise there is one scale per row, and CTA (row, 0) takes the whole
+    row. A maximum is exact, so neither BLOCKS nor the warps change a bit.
     """
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     codes_ptr += row * padded_k
-    # All blocks have the same bytes: 128 B + byte.
-    bytes = K_BLOCK * tl.arange(0, BLOCKS)[:, None] + tl.arange(0, K_BLOCK)[None, :]
+    positions = K_BLOCK * tl.arange(0, BLOCKS)[:, None] + tl.arange(0, K_BLOCK)[None, :]
     if BY_BLOCK:
         first = tl.program_id(1) * BLOCKS * K_BLOCK
         columns = stored_columns(first, BLOCKS)
         x = tl.load(x_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
         scale = scale_of(tl.max(magnitude_bits(x), 1))[:, None]
         codes = codes_of(x, scale, columns < K)
-        tl.store(codes_ptr + first + bytes, codes, mask=first + bytes < padded_k)
+        tl.store(codes_ptr + first + positions, codes, mask=first + positions < padded_k)
         group = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
         tl.store(scales_ptr + row * groups + group, scale, mask=group < groups)
     else:
@@ -84,7 +83,7 @@ def quantize_rows_kernel(
             columns = stored_columns(first, BLOCKS)
             x = tl.load(x_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
             codes = codes_of(x, scale, columns < K)
-            tl.store(codes_ptr + first + bytes, codes, mask=first + bytes < padded_k)
+            tl.store(codes_ptr + first + positions, codes, mask=first + positions < padded_k)
 
 
 @triton.jit
