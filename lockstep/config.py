@@ -147,6 +147,11 @@ class EngineConfig(Settings):
         allowed="fp8, int8, int4, the format of a quantized checkpoint, or None",
         remedy=_CHOOSE_ONE,
     )
+    activation_dtype: Literal["auto", "fp8"] = setting(
+        "auto",
+        "auto is the model's dtype; fp8 quantizes the activations of e4m3 weights, per token",
+        remedy=_CHOOSE_ONE,
+    )
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "auto, cpu or cuda", remedy=_CHOOSE_ONE
     )

@@ -26,6 +26,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("model", "", "a folder, a GGUF file, a hub id"),
     ("dtype", "fp8", "auto, float32, bfloat16, float16"),
     ("dtype", None, "auto, float32"),
+    ("activation_dtype", "int8", "auto, fp8"),
     ("quantization", 4, "fp8, int8, int4"),
     ("quantization", ["int4"], "fp8, int8, int4"),
     ("device", "tpu", "auto, cpu, cuda"),

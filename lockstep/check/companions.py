@@ -89,7 +89,13 @@ COPIED_SETTINGS = ("vocab_size", "eos_token_id", "bos_token_id", "pad_token_id")
 """Settings of the bundled model's config.json that belong to its tokenizer."""
 
 
-FORMAT_SETTINGS = ("dtype", "quantization", "kv_cache_dtype", "mamba_ssm_cache_dtype")
+FORMAT_SETTINGS = (
+    "dtype",
+    "quantization",
+    "activation_dtype",
+    "kv_cache_dtype",
+    "mamba_ssm_cache_dtype",
+)
 """Settings that choose formats."""
 
 

@@ -28,6 +28,7 @@ USER_SETTINGS = (
     "device",
     "load_format",
     "quantization",
+    "activation_dtype",
     "hf_overrides",
     "kv_cache_dtype",
     "kv_cache_dtype_skip_layers",

@@ -106,10 +106,7 @@ def _linear(need: KernelNeed, dtype: torch.dtype) -> Iterator[Case]:
         return
     generator = torch.Generator().manual_seed(3)
     columns = torch.randperm(n, generator=generator)[:COMPARED_COLUMNS].sort().values
-    if isinstance(weight, QuantizedWeight):
-        rows = weight.gather(columns).dequantize(dtype)
-    else:
-        rows = weight[columns]
+    rows = weight[columns] if isinstance(weight, Tensor) else weight.gather(columns)
     yield Case(name, arguments, columns, arguments | dict(weight=rows))
 
 
@@ -224,6 +221,7 @@ SizedCases = Callable[[KernelNeed, torch.dtype], Iterator[Case]]
 """Generator of the cases at a layer's sizes."""
 SIZED: dict[str, SizedCases] = {
     "linear": _linear,
+    "fp8_linear": _linear,
     "rms_norm": _norm,
     "add_rms_norm": _add_norm,
     "paged_attention": _attention,

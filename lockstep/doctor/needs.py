@@ -37,7 +37,9 @@ def kernels_of(config: EngineConfig, device: str) -> list[KernelNeed]:
     """Return the kernels of a model, each kind once. Raises ConfigError or CheckpointError."""
     prepare_device(device)
     checkpoint = Checkpoint.read(find_model(config.model, weights=False), config.hf_overrides)
-    weight_format = read_weight_format(checkpoint.quantization(), config.quantization)
+    weight_format = read_weight_format(
+        checkpoint.quantization(), config.quantization, config.activation_dtype
+    )
     known = has_weights(checkpoint.folder)
     limits = step_limits(config, checkpoint, device, weight_format)
     if device == "cuda":

@@ -12,6 +12,7 @@ from torch import Tensor
 from lockstep.kernels.activations import relu2, silu_mul
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.experts import experts
+from lockstep.kernels.fp8_linear import fp8_linear, quantize_rows
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
 from lockstep.kernels.head_linear import head_linear
 from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_cache
@@ -57,6 +58,8 @@ CACHES = ("k_cache", "v_cache")
 LATENTS = ("latents", "ropes")
 ROWS: dict[Op, Rows] = {
     linear: Rows(("x",), numbers=("weight",)),
+    quantize_rows: Rows(("x",)),
+    fp8_linear: Rows(("x",)),
     lora: Rows(("y", "x", "adapter_ids"), numbers=("a", "b")),
     rms_norm: Rows(("x",), numbers=("weight",)),
     add_rms_norm: Rows(("x", "delta"), numbers=("weight",)),

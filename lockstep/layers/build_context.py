@@ -22,7 +22,8 @@ from lockstep.kernels.exchange import (
     exchange,
     exchange_add_rms_norm,
 )
-from lockstep.kernels.formats.weights import QuantizedWeight
+from lockstep.kernels.formats.weights import Fp8Weight, QuantizedWeight
+from lockstep.kernels.fp8_linear import fp8_linear
 from lockstep.kernels.linear import draft_linear, linear
 from lockstep.kernels.linear.prepacked import dequantizes, fits_tiles
 from lockstep.kernels.linear.probe import Probed
@@ -192,11 +193,26 @@ class BuildContext:
         name, _, _ = self.kernels.choose(linear, device=self.device, dtype=self.dtype)
         return self.exact and dequantizes(name, self.dtype)
 
+    @property
+    def quantizes_activations(self) -> bool:
+        """Return whether linear layers quantize the activations of e4m3 weights.
+
+        Drafters do not: their products need no exactness.
+        """
+        chosen = self.weight_format is not None and self.weight_format.quantizes_activations
+        return chosen and self.exact
+
+    def product_of(self, weight: QuantizedWeight | None) -> Op:
+        """Return the op that multiplies by a weight; None: a plain one."""
+        quantizes = self.quantizes_activations and isinstance(weight, Fp8Weight)
+        return fp8_linear if quantizes else linear
+
     def keeps_quantized(self, weight: QuantizedWeight, by_linear: bool) -> bool:
         """Return whether a weight stays quantized once it is loaded. by_linear: see layout()."""
-        return self.device != "cpu" or (
-            by_linear and self.linear_dequantizes and fits_tiles(weight)
-        )
+        if self.device != "cpu":
+            return True
+        dequantizes = self.linear_dequantizes and fits_tiles(weight)
+        return by_linear and (dequantizes or self.product_of(weight) is fp8_linear)
 
     @property
     def head_loads_embedding(self) -> bool:
@@ -299,7 +315,8 @@ class BuildContext:
             return draft_linear
         exact = self.op(op, n=n, k=k, quantized=quantized)
         self.choices[-1].size = f"{n}x{k}"
-        if self.choices[-1].backend != "triton" or not self.kernels.probes_cublas(op):
+        served = self.choices[-1].backend == "triton" and "cublas" in op.backends
+        if not served or not self.kernels.probes_cublas(op):
             return exact
         fast = op.backends["cublas"].run
         return self.probed.setdefault((n, k, self.dtype), Probed(exact, fast))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, groupby, pairwise
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from lockstep.errors import CheckpointError
 from lockstep.kernels.exchange import Gather, all_columns
 from lockstep.kernels.formats.weights import QuantizedWeight
+from lockstep.kernels.fp8_linear import fp8_linear
+from lockstep.kernels.fp8_linear.cpu import WideFp8Weight
 from lockstep.kernels.linear import choose_split_k, linear
 from lockstep.kernels.linear.prepacked import PrepackedWeight, dequantizes, fits_tiles, prepack
 from lockstep.layers.build_context import BuildContext
@@ -162,6 +164,10 @@ class Gemm(Weight):
         total: output columns of the whole layer on all ranks, which decide the number of split-K
             partitions (lockstep.kernels.linear.choose_split_k); None: the columns of this weight.
         allow_partials: see lockstep.kernels.linear.linear.
+
+    Attributes:
+        product: op that multiplies by the weight: linear, or fp8_linear where activations are
+            quantized.
     """
 
     by_linear = True
@@ -183,13 +189,18 @@ class Gemm(Weight):
         self.split_k = choose_split_k(total or n, k, build.device, quantized, build.dtype)
         self.allow_partials = allow_partials
         kind = type(self.quantized).__name__ if quantized else ""
-        self.linear = build.linear_op(linear, n=n, k=k, quantized=kind)
+        self.product = build.product_of(self.quantized)
+        self.linear = build.linear_op(self.product, n=n, k=k, quantized=kind)
         choice = build.choices[-1]
         prepacks = build.device == "cpu" and build.exact
         if build.device == "cpu" and self.quantized is not None:
             # A drafter's head may share a quantized weight of the target.
             prepacks = dequantizes(choice.backend, self.dtype) and fits_tiles(self.quantized)
-        self.prepack = partial(prepack, choice.backend) if prepacks else None
+        self.prepack: Callable[[Any], PrepackedWeight] | None = None
+        if build.device == "cpu" and self.product is fp8_linear:
+            self.prepack = partial(WideFp8Weight, dtype=self.dtype)
+        elif prepacks:
+            self.prepack = partial(prepack, choice.backend)
         choice.storage_format = _describe(row_groups, dequantized=not quantized)
         if quantized:
             build.needs[-1] = replace(build.needs[-1], layout=row_groups[0][0])
@@ -261,12 +272,13 @@ def group_into_gemms(
     All groups share one GEMM if one of them is plain and the others are small enough to be
     dequantized (MAX_DEQUANTIZED); otherwise each group has its own. The whole weights decide, since
     a GEMM's split-K partitions follow from its storage: every number of ranks has the same ones.
+    Weights whose activations are quantized are not dequantized.
     """
     row_groups = row_groups_of(build, modules)
     whole_groups = row_groups_of(build, [module.whole for module in modules])
     quantized = sum(rows * k for layout, rows in whole_groups if layout is not None)
     plain = any(layout is None for layout, _ in whole_groups)
-    if plain and quantized <= MAX_DEQUANTIZED:
+    if plain and quantized <= MAX_DEQUANTIZED and not build.quantizes_activations:
         return [row_groups]
     return [[group] for group in row_groups]
 
@@ -665,7 +677,7 @@ def probe(
         served = ", ".join(str(count) for count, why in probed.verdicts.items() if why is None)
         refused = [f"at {count} rows {why}" for count, why in probed.verdicts.items() if why]
         for choice in build.choices:
-            if choice.size != f"{n}x{k}" or choice.backend != "triton":
+            if (choice.op, choice.size, choice.backend) != (linear.name, f"{n}x{k}", "triton"):
                 continue
             if served:
                 choice.backend += f", cublas at {served} rows"

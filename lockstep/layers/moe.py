@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.kernels.activations import Act
 from lockstep.kernels.experts import experts as experts_op
-from lockstep.kernels.formats.weights import QuantizedWeight
+from lockstep.kernels.formats.weights import Fp8Weight, QuantizedWeight
 from lockstep.kernels.route import Scoring
 from lockstep.kernels.route import route as route_op
 from lockstep.layers.build_context import BuildContext
@@ -413,6 +413,12 @@ def _common_layout(build: BuildContext, modules: list[CheckpointLinear]) -> Layo
                 f"its layer as {_describe_layout(usual, first)}; allowed: one format for all of "
                 "them. Serve a checkpoint that has all experts in one format."
             )
+    if build.quantizes_activations and usual is not None and usual.kind is Fp8Weight:
+        raise ConfigError(
+            f"activation_dtype='fp8' is not allowed with {modules[0].path}: experts multiply "
+            "activations of the model's dtype; allowed: 'auto' with e4m3 experts. Leave the "
+            "setting out."
+        )
     return usual
 
 

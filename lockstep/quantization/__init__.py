@@ -63,7 +63,7 @@ def allows_format(chosen: str, method: str) -> bool:
 
 
 def read_weight_format(
-    settings: Mapping[str, Any] | None, chosen: str | None = None
+    settings: Mapping[str, Any] | None, chosen: str | None = None, activations: str = "auto"
 ) -> WeightFormat | None:
     """Return the weight format of a checkpoint, or the one to quantize it to; None for plain
     weights.
@@ -71,11 +71,28 @@ def read_weight_format(
     Args:
         settings: quantization_config of the checkpoint, None without one.
         chosen: EngineConfig.quantization; of a quantized checkpoint only its own format is allowed.
+        activations: EngineConfig.activation_dtype; "fp8" for e4m3 weights only.
 
     Raises:
         CheckpointError: the checkpoint's format is not supported.
-        ConfigError: the choice does not fit the checkpoint.
+        ConfigError: a choice does not fit the checkpoint.
     """
+    weight_format = _read(settings, chosen)
+    if activations == "auto":
+        return weight_format
+    refusal = weight_format.activation_refusal() if weight_format else "plain weights"
+    if weight_format is None or refusal is not None:
+        raise ConfigError(
+            f"activation_dtype={activations!r} is not allowed with {refusal}; allowed: e4m3 "
+            "weights without static activation scales. Leave the setting out, serve such a "
+            "checkpoint, or quantize a plain one with quantization='fp8'."
+        )
+    weight_format.quantize_activations()
+    return weight_format
+
+
+def _read(settings: Mapping[str, Any] | None, chosen: str | None) -> WeightFormat | None:
+    """Return the weight format; None for plain weights."""
     if settings is None:
         return _rounding(chosen)
     method = settings.get("quant_method")

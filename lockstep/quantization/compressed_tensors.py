@@ -7,12 +7,12 @@
     nvfp4-pack-quantized    W = (e2m1(code) * fp32(weight_scale)) * (1 / weight_global_scale)
     dense                   no weights: scales of keys and values alone
 
-Only weights are quantized: activations are never rounded, so `input_activations` and the
-scales that belong to them are not used. The KV cache has the format that the user chose, whatever
-`kv_cache_scheme` says; fp8 takes `k_scale` and `v_scale` (lockstep.layers.kv_format).
+Activations are rounded only where the user chose it, with dynamic scales, so `input_activations`
+and the scales that belong to them are not used. The KV cache has the format that the user chose,
+whatever `kv_cache_scheme` says; fp8 takes `k_scale` and `v_scale` (lockstep.layers.kv_format).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,8 +150,15 @@ class CompressedTensors(StoredWeightFormat):
             )
         groups = [group(name, part, self.format) for name, part in parts.items()]
         self.groups = [group for group in groups if group is not None]
-        self.notes = tuple(notes(settings, parts))
+        self.activation_notes = tuple(activation_notes(parts))
+        self.notes = (*self.activation_notes, *kv_notes(settings))
+        self.static = static_activations(parts, self.groups)
         self.other_kv = non_fp8_kv_setting(settings)
+
+    def activation_refusal(self) -> str | None:
+        if not any(isinstance(group.storage, Fp8Storage) for group in self.groups):
+            return super().activation_refusal()
+        return self.static
 
     def storage(self, module: CheckpointLinear) -> Storage | None:
         entry = self.left_out.find(module)
@@ -258,14 +265,29 @@ FORMATS: Mapping[str, Callable[[SettingsReader], Storage]] = {
 """Storage of a group's weights by format. mxfp4 and mxfp8 are not supported."""
 
 
-def notes(settings: SettingsReader, groups: dict[str, SettingsReader]) -> list[str]:
-    """Return notes on the settings that are not followed."""
-    messages = [
+def activation_notes(groups: Mapping[str, SettingsReader]) -> list[str]:
+    """Return notes on the settings of activations, which are not followed."""
+    return [
         f"{part.within}{name} is not used: activations are not rounded"
         for part in groups.values()
         for name in ("input_activations", "output_activations")
         if part.has(name)
     ]
-    if settings.has(KV_SCHEME):
-        messages.append(f"{SETTINGS_PREFIX}{KV_SCHEME} is not followed: {SCALES_OF_KV}")
-    return messages
+
+
+def kv_notes(settings: SettingsReader) -> list[str]:
+    """Return notes on the settings of the KV cache, which are not followed."""
+    if not settings.has(KV_SCHEME):
+        return []
+    return [f"{SETTINGS_PREFIX}{KV_SCHEME} is not followed: {SCALES_OF_KV}"]
+
+
+def static_activations(parts: Mapping[str, SettingsReader], groups: Sequence[Group]) -> str | None:
+    """Return the setting that gives activations of e4m3 weights static scales; None without one."""
+    for group in groups:
+        if isinstance(group.storage, Fp8Storage):
+            activations = parts[group.name].raw.get("input_activations")
+            # Without the setting they are static, as in the library.
+            if isinstance(activations, dict) and not activations.get("dynamic", False):
+                return f"{parts[group.name].within}input_activations, whose scales are static"
+    return None

@@ -1,8 +1,8 @@
 """fp8: e4m3fn weights with one scale per block of 128 x 128, per output, or per tensor.
 
 The format of DeepSeek-V3's and Qwen's FP8 checkpoints. W = fp32(code) * scale; scales of blocks are
-called `weight_scale_inv`, but multiply all the same. Only weights are quantized: activations are
-never rounded, so `activation_scheme` and `input_scale` are not used.
+called `weight_scale_inv`, but multiply all the same. Activations are rounded only where the user
+chose it, with dynamic scales, so `activation_scheme` and `input_scale` are not used.
 """
 
 from collections.abc import Iterator, Mapping
@@ -51,7 +51,7 @@ class Fp8(StoredWeightFormat):
     def __init__(self, settings: SettingsReader) -> None:
         settings.one_of("fmt", "e4m3", default="e4m3")
         settings.one_of("scale_fmt", None, "float", "ue8m0")
-        scheme = settings.one_of("activation_scheme", "dynamic", "static", default="dynamic")
+        self.scheme = settings.one_of("activation_scheme", "dynamic", "static", default="dynamic")
         block = settings.one_of("weight_block_size", None, [FP8_BLOCK, FP8_BLOCK])
         self.settings = settings
         listed = {entry: name for name in LISTS for entry in settings.names(name)}
@@ -67,10 +67,15 @@ class Fp8(StoredWeightFormat):
             if block is None
             else Fp8Storage("weight_scale_inv", ("block",))
         )
-        self.notes = (
-            f"{SETTINGS_PREFIX}activation_scheme={scheme!r} is not followed: "
+        self.activation_notes = self.notes = (
+            f"{SETTINGS_PREFIX}activation_scheme={self.scheme!r} is not followed: "
             "activations are not rounded",
         )
+
+    def activation_refusal(self) -> str | None:
+        if self.scheme == "static":
+            return f"{SETTINGS_PREFIX}activation_scheme={self.scheme!r}"
+        return None
 
     def storage(self, module: CheckpointLinear) -> Storage | None:
         setting = self._left_out_by(module)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 _WRITER = "notes of the tool that wrote the file"
 _SEARCH = "how the tool searched for the codes; the stored codes are its result"
 _LOADER = "how other libraries load or compute the same weights"
-_ACTIVATIONS = "activations, which are never rounded"
+_ACTIVATIONS = "activations, which are rounded as the user chose"
 _STORED = "the dtype of stored scales and zero points, which their tensors tell"
 _BLOCKS = "where the tool looked for layers; the stored tensors show which modules are quantized"
 

@@ -2,8 +2,8 @@
 
 FP8: W = fp32(code) * weight_scale. NVFP4: W = (e2m1(code) * fp32(weight_scale)) * weight_scale_2.
 Settings are in config.json (quant_method modelopt, modelopt_fp4 or modelopt_mixed) or in
-hf_quant_config.json. Only weights are quantized: activations are never rounded, so `input_scale` is
-not used. The KV cache has the format that the user chose; fp8 takes `k_scale` and
+hf_quant_config.json. Activations are rounded only where the user chose it, with dynamic scales, so
+`input_scale` is not used. The KV cache has the format that the user chose; fp8 takes `k_scale` and
 `v_scale` (lockstep.layers.kv_format).
 """
 
@@ -35,9 +35,12 @@ from lockstep.quantization.storage import (
 from lockstep.quantization.weight_format import CheckpointLinear
 
 MIXED = "MIXED_PRECISION"
+STATIC = "FP8"
+"""quant_algo with static scales of activations."""
+ACTIVATION_NOTE = "activations are not rounded, whatever quant_algo says of them"
 _NVFP4 = Fp4Storage("weight", "weight_scale_2", divides=False)
 STORAGES: Mapping[str, Storage] = {
-    "FP8": Fp8Storage("weight_scale", ("tensor",)),
+    STATIC: Fp8Storage("weight_scale", ("tensor",)),
     "FP8_PER_CHANNEL_PER_TOKEN": Fp8Storage("weight_scale", ("channel",)),
     "FP8_PB_WO": Fp8Storage("weight_scale", ("block",), other_scale="weight_scale_inv"),
     "NVFP4": _NVFP4,
@@ -99,8 +102,19 @@ class ModelOpt(StoredWeightFormat):
         self.excluded = ModuleList(self.setting_by_entry)
         # The tool repeats in config_groups what quant_algo says of the weights.
         settings.ignore("config_groups")
-        self.notes = tuple(setting_notes(settings))
+        self.activation_notes = (ACTIVATION_NOTE,)
+        self.notes = (ACTIVATION_NOTE, *kv_notes(settings))
         self.other_kv = non_fp8_kv_setting(settings)
+
+    def activation_refusal(self) -> str | None:
+        kinds = {read_algorithm(layer) for layer in self.layers.values()}
+        if self.algorithm in STORAGES:
+            kinds.add(self.algorithm)
+        if STATIC in kinds:
+            return f"quant_algo={STATIC!r}, whose scales of activations are static"
+        if any(isinstance(STORAGES[kind], Fp8Storage) for kind in kinds):
+            return None
+        return super().activation_refusal()
 
     def storage(self, module: CheckpointLinear) -> Storage | None:
         name = self.quantized.find(module)
@@ -178,10 +192,10 @@ class ModuleList:
         return None
 
 
-def setting_notes(settings: SettingsReader) -> list[str]:
-    """Return notes, for the user, on the settings that are not followed."""
-    messages = ["activations are not rounded, whatever quant_algo says of them"]
-    for name in (KV_ALGORITHM, KV_SCHEME):
-        if settings.has(name):
-            messages.append(f"{SETTINGS_PREFIX}{name} is not followed: {SCALES_OF_KV}")
-    return messages
+def kv_notes(settings: SettingsReader) -> list[str]:
+    """Return notes, for the user, on the settings of the KV cache, which are not followed."""
+    return [
+        f"{SETTINGS_PREFIX}{name} is not followed: {SCALES_OF_KV}"
+        for name in (KV_ALGORITHM, KV_SCHEME)
+        if settings.has(name)
+    ]

@@ -44,6 +44,9 @@ class RoundToNearest(WeightFormat):
         self.method = method
         self.name = "fp8-channel" if method == FP8 else SCHEMES[method].name
 
+    def activation_refusal(self) -> str | None:
+        return None if self.method == FP8 else super().activation_refusal()
+
     def layout(self, module: CheckpointLinear) -> Layout | None:
         if is_usually_unquantized(module):
             return None

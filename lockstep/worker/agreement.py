@@ -36,7 +36,9 @@ def identity_of(config: EngineConfig) -> dict[str, str]:
     Raises ConfigError or CheckpointError for a configuration that cannot be loaded here.
     """
     checkpoint = Checkpoint.read(find_model(config.model), config.hf_overrides)
-    weight_format = read_weight_format(checkpoint.quantization(), config.quantization)
+    weight_format = read_weight_format(
+        checkpoint.quantization(), config.quantization, config.activation_dtype
+    )
     limits = step_limits(config, checkpoint, pick_device(config), weight_format)
     # Their order too: a row names its adapter by the number in the list.
     adapters = shown(list(limits.adapters.items()))

@@ -188,7 +188,9 @@ def numerics(
     except PackageNotFoundError:
         from lockstep import __version__ as release
     packed = "" if weight_format is None else f"+{weight_format.name}"
-    parts = (arch, f"weights-{name}{packed}", f"kv-{kv or name}", f"state-{kept}")
+    rounds = weight_format is not None and weight_format.quantizes_activations
+    activations = ["activations-fp8"] if rounds else []
+    parts = (arch, f"weights-{name}{packed}", *activations, f"kv-{kv or name}", f"state-{kept}")
     return "/".join((*parts, *libraries, f"lockstep-{release}"))
 
 

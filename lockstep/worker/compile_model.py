@@ -65,7 +65,9 @@ def compile_model(
     card = _architecture(arch)
     load_backends()
     checkpoint = Checkpoint.read(find_model(config.model, weights=False), config.hf_overrides)
-    weight_format = read_weight_format(checkpoint.quantization(), config.quantization)
+    weight_format = read_weight_format(
+        checkpoint.quantization(), config.quantization, config.activation_dtype
+    )
     assumed = None if arch is None else card.name
     limits = step_limits(config, checkpoint, "cuda", weight_format, assumed_numerics=assumed)
     known = config.load_format == "auto" and has_weights(checkpoint.folder)

@@ -16,6 +16,7 @@ from lockstep.kernels.architecture import Architecture, architecture_by_name
 from lockstep.kernels.backends import load as load_backends
 from lockstep.kernels.exchange import exchange
 from lockstep.kernels.formats.weights import QuantizedWeight
+from lockstep.kernels.fp8_linear import fp8_linear
 from lockstep.layers.attention import Attention
 from lockstep.layers.latent_attention import LatentAttention
 from lockstep.layers.linear import Gemm
@@ -59,7 +60,9 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
         )
     load_backends()
     checkpoint = Checkpoint.read(find_model(config.model, weights=False), config.hf_overrides)
-    weight_format = read_weight_format(checkpoint.quantization(), config.quantization)
+    weight_format = read_weight_format(
+        checkpoint.quantization(), config.quantization, config.activation_dtype
+    )
     limits = step_limits(config, checkpoint, "cuda", weight_format, assumed_numerics=card.name)
     known = has_weights(checkpoint.folder)
     make_engine = partial(DryEngine, config, checkpoint, limits, weight_format, card, known)
@@ -181,6 +184,7 @@ def _tiled(
     from lockstep.kernels.attention import KV_SPLIT
     from lockstep.kernels.attention.triton import choose_partition
     from lockstep.kernels.compile_target import CompileTarget
+    from lockstep.kernels.fp8_linear.triton import choose_tile as fp8_tile
     from lockstep.kernels.linear.quantized import tile_of as quantized_tile
     from lockstep.kernels.linear.quantized_tuning import DEQUANTIZE_FIRST
     from lockstep.kernels.linear.tuning import lookup
@@ -193,6 +197,8 @@ def _tiled(
         suffix = " quantized" * isinstance(weight, QuantizedWeight)
 
         def linear_tile(tokens: int) -> Any:
+            if module.product is fp8_linear:
+                return fp8_tile(tokens, module.split_k, may_split=True, target=gpu)
             tile = DEQUANTIZE_FIRST
             if isinstance(weight, QuantizedWeight):
                 tile = quantized_tile(tokens, weight, module.split_k, dtype, gpu)
@@ -200,7 +206,7 @@ def _tiled(
                 return tile
             return lookup(tokens, n, k, dtype, f"sm{number}", module.split_k)
 
-        yield "linear", f"{n}x{k}" + suffix, linear_tile
+        yield module.product.name, f"{n}x{k}" + suffix, linear_tile
     elif isinstance(module, MoE):
         yield from _expert_tiles(module, number, dtype)
     elif isinstance(module, Attention):

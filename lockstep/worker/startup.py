@@ -107,7 +107,9 @@ class WorkerStartup:
         self.hooks = hooks
         self.device = pick_device(config)
         self.checkpoint = Checkpoint.read(find_model(config.model), config.hf_overrides)
-        weight_format = read_weight_format(self.checkpoint.quantization(), config.quantization)
+        weight_format = read_weight_format(
+            self.checkpoint.quantization(), config.quantization, config.activation_dtype
+        )
         self.limits = step_limits(config, self.checkpoint, self.device, weight_format)
         prepare_device(self.device)
         self.planned: Planned | None = None

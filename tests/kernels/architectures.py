@@ -33,8 +33,10 @@ from lockstep.kernels.experts.triton import experts_triton
 from lockstep.kernels.formats.kv import KVFormat, KVQuantizer
 from lockstep.kernels.formats.kv.cases import LATENT_QUANTIZERS
 from lockstep.kernels.formats.kv.table import KV_FORMATS
+from lockstep.kernels.formats.weights import Fp8Weight
 from lockstep.kernels.formats.weights.bench import LAYOUTS
 from lockstep.kernels.formats.weights.cases import layouts
+from lockstep.kernels.fp8_linear.triton import fp8_linear_triton
 from lockstep.kernels.gated_delta_rule.cases import (
     gated_delta_chunk_cases,
     gated_delta_step_cases,
@@ -168,6 +170,15 @@ def quantized_linear_calls(tokens: int, dtype: torch.dtype, split_k: int) -> Ite
         yield lambda weight=weight, x=x: linear_quantized(x, weight, split_k)
 
 
+def fp8_linear_calls(tokens: int, dtype: torch.dtype) -> Iterator[Call]:
+    """Yield calls of fp8_linear at Qwen3.6-27B's sizes, with each kind of scales."""
+    for n, k, split_k in ((34816, 5120, 1), (5120, 17408, 4)):
+        x = meta(tokens, k, dtype=dtype)
+        for block_k in (128, k):
+            weight = Fp8Weight.empty(n, k, 128, block_k, device="meta")
+            yield lambda x=x, weight=weight, split_k=split_k: fp8_linear_triton(x, weight, split_k)
+
+
 def attention_calls(dtype: torch.dtype) -> Iterator[Call]:
     """Yield attention over KV caches: at real sizes over unquantized caches, and over each format.
 
@@ -200,6 +211,7 @@ def real_calls() -> Iterator[tuple[str, Call]]:
             for n, cuts in ((6144, 1), (48, 2), (4096, 2), (34816, 1)):
                 w = meta(n, 4096, dtype=dtype)
                 yield "linear", lambda x=x, w=w, cuts=cuts: linear_triton(x, w, cuts)
+            yield from (("fp8_linear", call) for call in fp8_linear_calls(tokens, dtype))
             for cuts in (1, 2):
                 yield from (
                     ("linear", call) for call in quantized_linear_calls(tokens, dtype, cuts)

@@ -43,6 +43,7 @@ TYPES = {
     torch.uint8: "u8",
     torch.int8: "i8",
     torch.bool: "i1",
+    torch.float8_e4m3fn: "fp8e4nv",
 }
 
 

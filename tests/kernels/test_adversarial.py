@@ -13,6 +13,7 @@ from torch import Tensor
 
 import lockstep.kernels.activations.cases as activation_cases
 import lockstep.kernels.attention.cases as attention_cases
+import lockstep.kernels.fp8_linear.cases as fp8_cases
 import lockstep.kernels.gated_delta_rule.cases as delta_cases
 import lockstep.kernels.head_linear.cases as head_cases
 import lockstep.kernels.latent_attention.cases as latent_cases
@@ -70,6 +71,7 @@ REPEATS = {"cuda": 40, "cpu": 4}
 REAL_SIZES = (
     (linear_cases, "SIZES", ((70, 16480, 5120),)),
     (linear_cases, "SPLIT", ((70, 5120, 17408, 2),)),
+    (fp8_cases, "SIZES", ((70, 5120, 6144, 4),)),
     (norm_cases, "SHAPES", ((70, 5120), (70, 48, 128))),
     (activation_cases, "SHAPES", ((70, 17408),)),
     (rotary_cases, "LAYERS", ((70, 24, 4, 256, 64, True, 1.0),)),

@@ -81,6 +81,15 @@ def test_experts_use_wgmma_for_any_token_count(
 
 
 @pytest.mark.parametrize("options", [QUICK, ALL])
+def test_fp8_products_are_added_in_fp32(
+    options: list[str], compile_module: Callable[..., list[str]]
+) -> None:
+    """Five numbers of tokens, each on the same instruction: on Hopper with a scale per block, or on
+    two architectures with both kinds of scales."""
+    assert len(compile_module("compile_fp8", *options)) == (5 if options else 20)
+
+
+@pytest.mark.parametrize("options", [QUICK, ALL])
 def test_latent_attention_on_hopper_does_not_spill(
     options: list[str], compile_module: Callable[..., list[str]]
 ) -> None:

@@ -1407,8 +1407,8 @@ FAULTS = (
         f"{OF_KV}::test_attention_over_quantized_equals_dequantized",
     ),
     Fault(
-        "a kernel truncates fp8 instead of rounding", "packed", "kernels.formats.kv.fp8_triton",
-        "_round_to_fp8",
+        "a kernel truncates fp8 instead of rounding", "packed", "kernels.device.fp8",
+        "round_to_fp8",
         "$large = $size - $REBIAS + $HALF + ($size >> $SHIFT & 1) >> $SHIFT",
         "$large = $size - $REBIAS >> $SHIFT",
         f"{OF_KV}::test_hard_numbers_are_written_as_reference",

@@ -62,6 +62,17 @@ def test_explain_leaves_no_fake_tensors(tmp_path: Path) -> None:
     assert not [item for item in gc.get_objects() if type(item) is FakeTensor]
 
 
+def test_products_with_fp8_activations_are_explained(folder: Path) -> None:
+    config = EngineConfig.read(
+        model=str(folder), load_format="dummy", quantization="fp8", activation_dtype="fp8"
+    )
+    explained = explain_absent(config, "sm_90", 24 * 10**9)
+    backends = {one["backend"] for one in explained["layers"] if one["op"] == "fp8_linear"}
+    tiles = [one["tile"] for one in explained["tiles"] if one["op"] == "fp8_linear"]
+    assert backends == {"triton"}
+    assert len({tile["m"] for tile in tiles}) > 1, "tiles follow the number of tokens"
+
+
 @pytest.mark.slow
 def test_explicit_sizes_are_used_or_refused(folder: Path) -> None:
     needed = plan_of(folder, None)["needed_bytes"]

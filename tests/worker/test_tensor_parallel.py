@@ -32,6 +32,11 @@ CASES: dict[str, tuple[str | None, int, dict[str, Any]]] = {
         3,
         {"speculative_config": NGRAM, "kv_cache_dtype": "turboquant_4bit_nc"},
     ),
+    "bundled, FP8 activations": (
+        None,
+        3,
+        {"speculative_config": MTP, "quantization": "fp8", "activation_dtype": "fp8"},
+    ),
     "moe, four ranks, int4": ("moe", 4, {"speculative_config": MTP, "quantization": "int4"}),
     "nemotron_h, FP8 weights and cache": (
         "nemotron_h",

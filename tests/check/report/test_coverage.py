@@ -24,7 +24,7 @@ UNUSED_OPS = {
     *("route", "experts", "dequantize_weight"),
     *("mamba2_step", "mamba2_chunk", "gated_group_norm", "relu2"),
     *("latent_attention", "latent_rope_and_cache", "head_linear"),
-    *("block_step", "exchange", "exchange_add_rms_norm"),
+    *("block_step", "exchange", "exchange_add_rms_norm", "fp8_linear", "quantize_rows"),
 }
 """Ops that the tiny model does not use; tests/kernels, tests/layers and tests/spec run them."""
 

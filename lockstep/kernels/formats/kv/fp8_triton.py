@@ -9,13 +9,10 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.device.dequantize import e4m3_to_fp32, split_16bit
+from lockstep.kernels.device.fp8 import MAX_E4M3_BITS, round_to_fp8
 from lockstep.kernels.formats.kv import KVDeviceFunctions, fp8
 from lockstep.kernels.formats.kv.bytes_triton import interleave, load_words, load_words_and_scales
 
-INF_BITS = tl.constexpr(0x7F800000)
-"""Bits of +inf in fp32. Those of a NaN are larger, those of any other magnitude smaller."""
-SIGN_BIT = tl.constexpr(0x80)
-NAN_BITS = tl.constexpr(0x7F)
 OVERFLOW_BITS = tl.constexpr(fp8.OVERFLOW_BITS)
 MIN_EXPONENT = tl.constexpr(fp8.MIN_EXPONENT)
 ROUND_UP_BITS = tl.constexpr(fp8.ROUND_UP_BITS)
@@ -94,37 +91,6 @@ E4M3_TO_FP32_PTX = tl.constexpr(
 
 
 @triton.jit
-def _round_to_fp8(x, scaled_x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX_BITS: tl.constexpr):
-    """Round scaled_x = x / scale, fp32, to fp8 -> int32.
-
-    Normal numbers are rounded by adding just under half of the last kept bit, and one more where
-    that bit is odd. Subnormal numbers are rounded by adding an fp32 number whose last bit is
-    theirs.
-
-    MANTISSA: mantissa bits of the type. BIAS: its exponent bias. MAX_BITS: bits of its largest
-    number in fp32.
-    """
-    # Mantissa bits that are dropped.
-    SHIFT: tl.constexpr = 23 - MANTISSA
-    # fp32 number whose unit in the last place is the subnormal step of the type.
-    MAGIC: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
-    MIN_NORMAL: tl.constexpr = (128 - BIAS) << 23
-    REBIAS: tl.constexpr = (127 - BIAS) << 23
-    HALF: tl.constexpr = (1 << (SHIFT - 1)) - 1
-    not_finite = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= INF_BITS
-    bits = scaled_x.to(tl.int32, bitcast=True)
-    # Saturates instead of overflowing to inf.
-    magnitude = tl.minimum(bits & 0x7FFFFFFF, MAX_BITS)
-    magic = tl.full(scaled_x.shape, MAGIC, tl.int32)
-    small = magnitude.to(tl.float32, bitcast=True) + magic.to(tl.float32, bitcast=True)
-    small = small.to(tl.int32, bitcast=True) - MAGIC
-    large = (magnitude - REBIAS + HALF + ((magnitude >> SHIFT) & 1)) >> SHIFT
-    # The sign of fp32 moves to bit 7.
-    value = tl.where(magnitude < MIN_NORMAL, small, large) | ((bits >> 24) & SIGN_BIT)
-    return tl.where(not_finite, NAN_BITS, value)
-
-
-@triton.jit
 def _divide_by_scale(x, layer_constant):
     """Return x / layer_constant, correctly rounded; x where there is no constant."""
     if layer_constant is None:
@@ -136,14 +102,14 @@ def _divide_by_scale(x, layer_constant):
 @triton.jit
 def store_e4m3(x, qdata, scales, layer_constant, live, columns, D: tl.constexpr):
     """Quantize heads to e4m3 with the static scale and store them. See KVDeviceFunctions."""
-    value = _round_to_fp8(x, _divide_by_scale(x, layer_constant), 3, 7, 0x43E00000)
+    value = round_to_fp8(x, _divide_by_scale(x, layer_constant), 3, 7, MAX_E4M3_BITS)
     tl.store(qdata + columns, value.to(tl.uint8), mask=live & (columns < D))
 
 
 @triton.jit
 def store_e5m2(x, qdata, scales, layer_constant, live, columns, D: tl.constexpr):
     """Quantize heads to e5m2 with the static scale and store them. See KVDeviceFunctions."""
-    value = _round_to_fp8(x, _divide_by_scale(x, layer_constant), 2, 15, 0x47600000)
+    value = round_to_fp8(x, _divide_by_scale(x, layer_constant), 2, 15, 0x47600000)
     tl.store(qdata + columns, value.to(tl.uint8), mask=live & (columns < D))
 
 
@@ -160,7 +126,7 @@ def store_token_e4m3(x, qdata, scales, layer_constant, live, columns, D: tl.cons
     )
     # 254 - e is the biased exponent of 2^-e: the division is an exact product.
     scaled = tl.where(overflow, 0.0, x * ((254 - exponent) << 23).to(tl.float32, bitcast=True))
-    value = _round_to_fp8(scaled, scaled, 3, 7, 0x43E00000)
+    value = round_to_fp8(scaled, scaled, 3, 7, MAX_E4M3_BITS)
     tl.store(qdata + columns, value.to(tl.uint8), mask=in_head)
     scale = (exponent << 23).to(tl.float32, bitcast=True)
     tl.store(scales, tl.where(overflow, float("nan"), scale), mask=live)

@@ -2,8 +2,8 @@
 
     op(quantized) == op(dequantize(quantized)), bit for bit
 
-Dequantization is elementwise, to the model's dtype; activations are never rounded. So a format adds
-no numerics beyond its values.
+Dequantization is elementwise, to the model's dtype. So a format adds no numerics beyond its values.
+Activations are rounded by the op fp8_linear alone.
 """
 
 from lockstep.kernels.formats.weights.contract import dequantize_weight

@@ -50,24 +50,22 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
     """Pack codes into words. pack_codes and pack_plane use the same order."""
-    n, k = codes.shape
-    padded = F.pad(codes, (0, -k % K_BLOCK)).contiguous()
+    padded = F.pad(codes, (0, -codes.shape[1] % K_BLOCK)).contiguous()
     # Neighbouring columns are two bytes of a 16-bit number, and 16 bits apart in a word.
-    pairs = padded.view(torch.int16).view(n, -1, bits, 16 // bits, 4).int()
+    pairs = padded.view(torch.int16).unflatten(1, (-1, bits, 16 // bits, 4)).int()
     pairs = (pairs & 0xFF) | (pairs & 0xFF00) << 8
     words = pairs[..., 0, :]
     for index in range(1, 16 // bits):
         words = words | pairs[..., index, :] << bits * index
-    return words.transpose(2, 3).reshape(n, -1)
+    return words.transpose(2, 3).flatten(1)
 
 
 def unpack_codes(words: Tensor, bits: int, k: int) -> Tensor:
     """Return the codes [N, k] uint8 of words [N, W] int32: the inverse of pack_codes."""
-    n = words.shape[0]
     spans, halves, pairs, lanes, two = _block_dims(bits)
-    parts = words.reshape(n, -1, lanes, spans, 1, 1, 1) >> _shifts(bits, words.device)
+    parts = words.unflatten(1, (-1, lanes, spans, 1, 1, 1)) >> _shifts(bits, words.device)
     codes = (parts & (2**bits - 1)).to(torch.uint8)
-    return codes.permute(0, 1, 3, 4, 5, 2, 6).reshape(n, -1)[:, :k]
+    return codes.permute(0, 1, 3, 4, 5, 2, 6).flatten(1)[:, :k]
 
 
 def _plane_shifts(bits: int, device: torch.device) -> Tensor:

@@ -1,0 +1,110 @@
+"""fp8_linear: x W^T with an e4m3 weight and activations that are quantized to e4m3 per token.
+
+This is W8A8. Its numerics differ from those of linear(x, w), which rounds no activation. A token's
+scales come from its own columns alone, so its bits depend neither on the number of rows nor on its
+neighbours. On several ranks x is gathered in the model's dtype before it is quantized, so every
+rank computes the same codes.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.kernels.formats.weights import K_BLOCK, Fp8Weight, pack_codes, unpack_codes
+from lockstep.kernels.formats.weights.fp8 import e4m3_values
+from lockstep.kernels.formats.weights.quantize import MAX_E4M3
+from lockstep.kernels.linear import partition_length, tree_sum, write_out
+from lockstep.kernels.linear.prepacked import PrepackedWeight
+from lockstep.kernels.registry import op
+
+MIN_SCALE = 2.0**-126
+"""Smallest scale: the smallest normal number of fp32. A group of zeros has it."""
+NAN_CODE = 0x7F
+"""Code of every NaN, whatever its sign and payload were."""
+
+
+@op(needed_for="FP8 activations")
+def quantize_rows(x: Tensor, block_k: int) -> tuple[Tensor, Tensor]:
+    """Quantize x [T, K] to e4m3fn, with a scale per row and per block_k columns.
+
+        scale = max(amax / 448, MIN_SCALE)    amax: largest magnitude of these columns
+        code  = e4m3(x / scale)               to nearest, ties to even
+
+    Both divisions are those of fp32. amax / scale exceeds 448 by at most one unit in the last place
+    of fp32, which rounds to 448. A NaN makes all columns of its scale NaN. An infinity becomes NaN
+    and makes the other columns of its scale zero. So the products of such a row are NaN.
+
+    Args:
+        x: [T, K], its last stride 1.
+        block_k: columns that share a scale: a multiple of K_BLOCK, or K or more for one scale per
+            row.
+
+    Returns: (words [T, words_per_row(K, 8)] int32, scales [T, ceil(K / block_k)] fp32). Codes are
+        in the order of pack_codes, as those of an Fp8Weight, and are 0 past column K.
+    """
+    rows, k = x.shape
+    blocks = -(-k // block_k)
+    padded = F.pad(x.float(), (0, blocks * block_k - k)).reshape(rows, blocks, block_k)
+    scales = (padded.abs().amax(2) / MAX_E4M3).clamp(min=MIN_SCALE)
+    scaled = (padded / scales[..., None]).reshape(rows, blocks * block_k)[:, :k]
+    codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+    return pack_codes(codes.where(~scaled.isnan(), NAN_CODE), 8), scales
+
+
+def code_values(words: Tensor, k: int) -> Tensor:
+    """Return the values [R, k] fp64 of codes in words [R, W], without scales."""
+    return e4m3_values(unpack_codes(words, 8, k)).double()
+
+
+@op(needed_for="FP8 activations")
+def fp8_linear(
+    x: Tensor,
+    weight: Fp8Weight | PrepackedWeight,
+    split_k: int = 1,
+    allow_partials: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Compute x W^T [T, N] of x's dtype, where x is quantized by quantize_rows.
+
+    Activations have one scale per row, or one per weight.block_k columns, like the weight.
+
+        block of 128 columns: d = sum of code * code, on a CPU exact and rounded once to fp32
+        a scale per row:      partition = ((d0 + d1) + d2 ...) * x_scale * w_scale
+        a scale per block_k:  partition = d0 * x_scale * w_scale + d1 * x_scale * w_scale ...
+        y:                    partitions added pairwise, as a binary tree; rounded once
+
+    All of it is fp32, from left to right, without FMA, and blocks are in ascending order. On a GPU
+    the sum of a block is one chain of its FP8 matrix instruction, whose accumulator has fewer bits
+    than fp32 on Hopper; sums of blocks are fp32 additions. A GPU without FP8 matrix instructions
+    multiplies in fp16, which represents every code.
+
+    Args:
+        x: [T, K], its last stride 1.
+        weight: [N, K] with block_k a multiple of K_BLOCK, or K or more; or prepacked for a CPU.
+        split_k: number of split-K partitions; above 1, partition_length is a multiple of K_BLOCK.
+            See lockstep.kernels.linear.choose_split_k.
+        allow_partials, out: see lockstep.kernels.linear.linear.
+    """
+    if isinstance(weight, PrepackedWeight):
+        return write_out(weight.define(x), out)
+    k = weight.k
+    words, x_scales = quantize_rows(x, weight.block_k)
+    w_scales = weight.with_row_scales().scales
+    x_values = code_values(words, k)
+    w_values = code_values(weight.words, k)
+    length = partition_length(k, split_k)
+    partials = []
+    for first in range(0, k, length):
+        partition = torch.zeros(len(x), len(w_values))
+        for begin in range(first, min(first + length, k), K_BLOCK):
+            columns = slice(begin, begin + K_BLOCK)
+            # Products are multiples of 2^-18 below 2^18, so sums of 128 of them are exact in fp64.
+            d = (x_values[:, columns] @ w_values[:, columns].t()).float()
+            if weight.block_k < k:
+                index = begin // weight.block_k
+                d = d * x_scales[:, index, None] * w_scales[:, index]
+            partition = partition + d
+        if weight.block_k >= k:
+            partition = partition * x_scales * w_scales[:, 0]
+        partials.append(partition)
+    return write_out(tree_sum(partials).to(x.dtype), out)

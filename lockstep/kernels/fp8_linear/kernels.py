@@ -1,0 +1,161 @@
+# mypy: ignore-errors
+"""Kernels of quantize_rows and fp8_linear, in Triton."""
+
+import triton
+import triton.language as tl
+
+from lockstep.kernels.device.dequantize import e4m3_to_fp32
+from lockstep.kernels.device.fp8 import MAX_E4M3_BITS, round_to_fp8
+from lockstep.kernels.device.swizzle import swizzled_tile
+from lockstep.kernels.device.tree_reduction import reduce_partitions
+
+K_BLOCK = tl.constexpr(128)
+"""Columns of a block: one chain of FP8 products, and the columns that words interleave."""
+MAX_E4M3 = tl.constexpr(448.0)
+MIN_SCALE = tl.constexpr(2.0**-126)
+
+
+@triton.jit
+def stored_columns(first, BLOCKS: tl.constexpr):
+    """Return the columns [BLOCKS, 128] of codes, in the order of word_order.py with 8 bits."""
+    byte = tl.arange(0, K_BLOCK)
+    # byte = 32 q + 4 w' + 2 j + e, column = 16 w' + 8 e + 2 q + j
+    column = 16 * (byte // 4 % 8) + 8 * (byte % 2) + 2 * (byte // 32) + byte // 2 % 2
+    return first + K_BLOCK * tl.arange(0, BLOCKS)[:, None] + column[None, :]
+
+
+@triton.jit
+def magnitude_bits(x):
+    """Return the bits of |x|, fp32. As integers they have the order of the magnitudes, NaN last."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_of(max_bits):
+    """Return scales from the bits of the largest magnitudes."""
+    amax = max_bits.to(tl.float32, bitcast=True)
+    scale = tl.div_rn(amax, tl.zeros_like(amax) + MAX_E4M3)
+    return tl.maximum(scale, MIN_SCALE, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def codes_of(x, scale, in_row):
+    """Return the codes of x / scale as uint8; 0 past the end of the row."""
+    scaled = tl.div_rn(x, tl.zeros_like(x) + scale)
+    codes = round_to_fp8(scaled, scaled, 3, 7, MAX_E4M3_BITS)
+    # 0 / NaN is NaN.
+    return tl.where(in_row, codes, 0).to(tl.uint8)
+
+
+@triton.jit
+def quantize_rows_kernel(
+    x_ptr, codes_ptr, scales_ptr, K, padded_k, x_stride, groups,
+    BY_BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Quantize one row, or BLOCKS blocks of it.
+
+    codes_ptr: bytes [T, padded_k]. BY_BLOCK: there is a scale per 128 columns, and CTA (row, part)
+    takes BLOCKS of them. Otherwise there is one scale per row, and CTA (row, 0) takes the whole
+    row. A maximum is exact, so neither BLOCKS nor the warps change a bit.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    codes_ptr += row * padded_k
+    positions = K_BLOCK * tl.arange(0, BLOCKS)[:, None] + tl.arange(0, K_BLOCK)[None, :]
+    if BY_BLOCK:
+        first = tl.program_id(1) * BLOCKS * K_BLOCK
+        columns = stored_columns(first, BLOCKS)
+        x = tl.load(x_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
+        scale = scale_of(tl.max(magnitude_bits(x), 1))[:, None]
+        codes = codes_of(x, scale, columns < K)
+        tl.store(codes_ptr + first + positions, codes, mask=first + positions < padded_k)
+        group = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
+        tl.store(scales_ptr + row * groups + group, scale, mask=group < groups)
+    else:
+        max_bits = tl.zeros((BLOCKS, K_BLOCK), tl.int32)
+        for first in range(0, padded_k, BLOCKS * K_BLOCK):
+            columns = stored_columns(first, BLOCKS)
+            x = tl.load(x_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
+            max_bits = tl.maximum(max_bits, magnitude_bits(x))
+        scale = scale_of(tl.max(tl.max(max_bits, 1), 0))
+        tl.store(scales_ptr + row, scale)
+        for first in range(0, padded_k, BLOCKS * K_BLOCK):
+            columns = stored_columns(first, BLOCKS)
+            x = tl.load(x_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
+            codes = codes_of(x, scale, columns < K)
+            tl.store(codes_ptr + first + positions, codes, mask=first + positions < padded_k)
+
+
+@triton.jit
+def _to_operand(codes, NATIVE: tl.constexpr):
+    """Return codes as an operand of tl.dot: e4m3 as they are, or fp16, which represents each."""
+    return codes if NATIVE else e4m3_to_fp32(codes.to(tl.int32)).to(tl.float16)
+
+
+@triton.jit
+def _accumulate(
+    begin, end, x_ptrs, w_ptrs, x_scale_ptrs, w_scale_ptrs, row_mask,
+    BY_BLOCK: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Accumulate one split-K partition in blocks of 128 columns: ([BLOCK_N, BLOCK_M] fp32,).
+
+    x_ptrs [BLOCK_M, 128] and w_ptrs [BLOCK_N, 128]: codes at column 0. x_scale_ptrs [1, BLOCK_M]
+    and w_scale_ptrs [BLOCK_N, 1]: scales of the first block. row_mask [BLOCK_M]: rows in range.
+    """
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for k in range(begin, end, K_BLOCK):
+        # Both operands end in codes of 0, so no column is masked.
+        x_tile = _to_operand(tl.load(x_ptrs + k, mask=row_mask[:, None], other=0.0), NATIVE)
+        w_tile = _to_operand(tl.load(w_ptrs + k), NATIVE)
+        # The accumulator of an FP8 product has fewer bits than fp32 on Hopper and Ada. So the sum
+        # of a block starts at 0 and is added by an fp32 instruction. max_num_imprecise_acc selects
+        # wgmma, and keeps the compiler from folding the addition into the product.
+        block = tl.dot(w_tile, x_tile.T, max_num_imprecise_acc=K_BLOCK)
+        if BY_BLOCK:
+            x_scale = tl.load(x_scale_ptrs + k // K_BLOCK, mask=row_mask[None, :], other=0.0)
+            block = block * x_scale * tl.load(w_scale_ptrs + k // K_BLOCK)
+        acc += block
+    if not BY_BLOCK:
+        x_scale = tl.load(x_scale_ptrs, mask=row_mask[None, :], other=0.0)
+        acc = acc * x_scale * tl.load(w_scale_ptrs)
+    return (acc,)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def fp8_gemm_kernel(
+    x_ptr, w_ptr, x_scales_ptr, w_scales_ptr, out_ptr, tokens, N, K, length, padded_k,
+    first_row, x_groups, w_groups, out_stride,
+    COUNT: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, BY_BLOCK: tl.constexpr,
+    NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile of out [parts, tokens, N]; rows are out_stride apart.
+
+    The weight is the left operand, so that wgmma serves any number of tokens and one instruction
+    gives the bits of all of them.
+
+    Args:
+        x_ptr, w_ptr: codes [tokens, padded_k] and [N, padded_k]: e4m3 with NATIVE, else bytes.
+        x_scales_ptr, w_scales_ptr: [tokens, x_groups] and [R, w_groups].
+        first_row: position of the weight's row 0 in its block of SCALE_ROWS rows.
+        COUNT: split-K partitions of `length` columns that this CTA adds up.
+    """
+    pid = tl.program_id(0)
+    part, first_m, first_n = swizzled_tile(pid, tokens, N, GROUP, BLOCK_M, BLOCK_N)
+    m = first_m + tl.arange(0, BLOCK_M)
+    n = first_n + tl.arange(0, BLOCK_N)
+    row_mask = m < tokens
+    # Rows past the end repeat the last one: computed, never stored.
+    rows = tl.minimum(n, N - 1).to(tl.int64)
+    byte = tl.arange(0, K_BLOCK)[None, :]
+    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * padded_k + byte
+    w_ptrs = w_ptr + rows[:, None] * padded_k + byte
+    x_scale_ptrs = x_scales_ptr + m[None, :] * x_groups
+    w_scale_ptrs = w_scales_ptr + ((rows + first_row) // SCALE_ROWS)[:, None] * w_groups
+    (acc,) = reduce_partitions(
+        _accumulate,
+        (x_ptrs, w_ptrs, x_scale_ptrs, w_scale_ptrs, row_mask, BY_BLOCK, NATIVE, BLOCK_M, BLOCK_N),
+        part * COUNT * length, length, K, COUNT,
+    )  # fmt: skip
+    out_ptr += part.to(tl.int64) * tokens * N + m.to(tl.int64)[:, None] * out_stride + n[None, :]
+    mask = row_mask[:, None] & (n < N)[None, :]
+    tl.store(out_ptr, acc.T.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,131 @@
+"""quantize_rows and fp8_linear in Triton.
+
+Rows are quantized by a separate launch: with one scale per row, a prologue of the product would
+read the whole row in every CTA before its first product. See docs/kernels/fp8_linear.md.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+
+from lockstep.kernels.architecture import fit_stages
+from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.compile_target import NATIVE_FP8, CompileTarget, compile_target
+from lockstep.kernels.formats.weights import K_BLOCK, Fp8Weight, words_per_row
+from lockstep.kernels.fp8_linear import fp8_linear, quantize_rows
+from lockstep.kernels.fp8_linear.kernels import fp8_gemm_kernel, quantize_rows_kernel
+from lockstep.kernels.linear import partition_length
+from lockstep.kernels.linear.triton import reduce_partials
+
+GROUP = 8
+"""Row tiles that share a column tile's weights in L2."""
+ROW_BLOCKS = 32
+"""Blocks of 128 columns of a row that a CTA loads at once, with one scale per row."""
+ROW_WARPS = 8
+SCALED_BLOCKS = 8
+"""Blocks of 128 columns per CTA, with a scale per block."""
+SCALED_WARPS = 4
+
+
+@dataclass(frozen=True)
+class Fp8Tile:
+    """Tile of a launch: m tokens, n outputs. It changes no bit on one GPU.
+
+    splits: a CTA computes one split-K partition, and a second pass adds the partitions. Otherwise
+    it computes all of them.
+    """
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+    splits: bool = True
+
+
+SMALL = (Fp8Tile(16, 64, 4, 8), Fp8Tile(32, 64, 4, 7), Fp8Tile(64, 64, 4, 6))
+"""Tiles of up to 64 tokens, by ascending m."""
+LARGE = Fp8Tile(128, 128, 8, 4, splits=False)
+LARGE_TREE = Fp8Tile(64, 128, 8, 5, splits=False)
+"""Tile of more registers per output: a tree over 4 partitions keeps three accumulators and a
+block's sum, and operands in fp16 pass through registers."""
+
+
+def is_native(target: CompileTarget) -> bool:
+    """Return whether the product of e4m3 operands is compiled; otherwise it runs in fp16."""
+    return target.inline_ptx and target.arch >= NATIVE_FP8
+
+
+def choose_tile(tokens: int, split_k: int, may_split: bool, target: CompileTarget) -> Fp8Tile:
+    """Return the tile. may_split: the partials may be written to memory."""
+    tile = LARGE if split_k == 1 and is_native(target) else LARGE_TREE
+    if may_split or split_k == 1:
+        tile = next((small for small in SMALL if tokens <= small.m), tile)
+    stage_bytes = (tile.m + tile.n) * K_BLOCK
+    return replace(tile, stages=fit_stages(tile.stages, stage_bytes, 0, target.arch))
+
+
+@quantize_rows.backend("triton", supports=gpu_trait)
+def quantize_rows_triton(x: Tensor, block_k: int) -> tuple[Tensor, Tensor]:
+    """See lockstep.kernels.fp8_linear.contract.quantize_rows. block_k is K_BLOCK, or K or more."""
+    tokens, k = x.shape
+    by_block = block_k < k
+    assert not by_block or block_k == K_BLOCK, "checkpoints have blocks of 128 columns"
+    groups = -(-k // block_k)
+    words = torch.empty(tokens, words_per_row(k, 8), dtype=torch.int32, device=x.device)
+    scales = torch.empty(tokens, groups, device=x.device)
+    codes = words.view(torch.uint8)
+    padded_k = codes.shape[1]
+    blocks = SCALED_BLOCKS if by_block else ROW_BLOCKS
+    blocks = min(blocks, triton.next_power_of_2(padded_k // K_BLOCK))
+    parts = triton.cdiv(padded_k, blocks * K_BLOCK) if by_block else 1
+    if tokens:
+        quantize_rows_kernel[(tokens, parts)](
+            x, codes, scales, k, padded_k, x.stride(0), groups, by_block, blocks,
+            num_warps=SCALED_WARPS if by_block else ROW_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+    return words, scales
+
+
+def launch(
+    x: Tensor, weight: Fp8Weight, split_k: int, tile: Fp8Tile, target: CompileTarget, out: Tensor
+) -> None:
+    """Fill out [T, N], or partials [split_k, T, N] fp32 where the tile splits."""
+    tokens, k = x.shape
+    n = weight.shape[0]
+    words, scales = quantize_rows_triton(x, weight.block_k)
+    native = is_native(target)
+    dtype = torch.float8_e4m3fn if native else torch.uint8
+    parts = out.numel() // (tokens * n)
+    grid = (triton.cdiv(tokens, tile.m) * triton.cdiv(n, tile.n) * parts,)
+    fp8_gemm_kernel[grid](
+        words.view(dtype), weight.words.view(dtype), scales, weight.scales, out, tokens, n, k,
+        partition_length(k, split_k), 4 * words.shape[1], weight.first, scales.shape[1],
+        weight.scales.stride(0), out.stride(-2), split_k // parts, GROUP, weight.block_n,
+        weight.block_k < k, native, tile.m, tile.n,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@fp8_linear.backend("triton", supports=gpu_trait)
+def fp8_linear_triton(
+    x: Tensor,
+    weight: Fp8Weight,
+    split_k: int = 1,
+    allow_partials: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See lockstep.kernels.fp8_linear.contract.fp8_linear. Last strides must be 1."""
+    tokens = x.shape[0]
+    n = weight.shape[0]
+    target = compile_target(x.device)
+    tile = choose_tile(tokens, split_k, out is None, target)
+    if tokens and tile.splits and split_k > 1:
+        partials = torch.empty(split_k, tokens, n, dtype=torch.float32, device=x.device)
+        launch(x, weight, split_k, tile, target, partials)
+        return partials if allow_partials else reduce_partials(partials, x.dtype)
+    y = x.new_empty(tokens, n) if out is None else out
+    if tokens:
+        launch(x, weight, split_k, tile, target, y)
+    return y

@@ -1,0 +1,61 @@
+"""Compile fp8_linear for GPUs that multiply e4m3 operands, without one, and check its code.
+
+Any number of tokens must run on one instruction, and the sums of blocks must be added in fp32: the
+accumulator of an FP8 product has fewer bits.
+
+    python -m tests.kernels.compile_fp8 [--quick]
+
+Prints architecture, scales, tokens, registers and stack bytes per thread. --quick: Hopper with a
+scale per block.
+"""
+
+import re
+import sys
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from lockstep.kernels.compile_target import CompileTarget
+from lockstep.kernels.formats.weights import Fp8Weight
+from lockstep.kernels.fp8_linear.triton import choose_tile, launch
+from tests.kernels.compile_quantized import Compiled, resource_usage
+
+PRODUCT = {90: r"wgmma\.mma_async\S*\.m64n\d+k32\.f32\.e4m3\.e4m3", 89: r"mma\.sync\S*k32\S*e4m3"}
+"""Instruction of a product by architecture."""
+TOKENS = (1, 17, 64, 65, 8192)
+N = 5120
+K = 17408
+SPLIT_K = 4
+BLOCK = 128
+
+
+def main(quick: bool) -> None:
+    """Compile all; raise if a product has another instruction, or if its sum is not added."""
+    for arch in (90,) if quick else PRODUCT:
+        compiled = Compiled(arch)
+        JITFunction.run = lambda kernel, *a, c=compiled, **kwargs: c.compile(kernel, *a, **kwargs)
+        target = CompileTarget(arch, inline_ptx=True)
+        for block_k in (BLOCK,) if quick else (BLOCK, K):
+            weight = Fp8Weight.empty(N, K, BLOCK, block_k, device="meta")
+            for tokens in TOKENS:
+                x = torch.empty(tokens, K, dtype=torch.bfloat16, device="meta")
+                tile = choose_tile(tokens, SPLIT_K, True, target)
+                parts = (SPLIT_K,) if tile.splits else ()
+                dtype = torch.float32 if tile.splits else torch.bfloat16
+                out = torch.empty(*parts, tokens, N, dtype=dtype, device="meta")
+                launch(x, weight, SPLIT_K, tile, target, out)
+                result = compiled.made[-1]
+                ptx = result.asm["ptx"]
+                assert re.search(PRODUCT[arch], ptx), (arch, tokens)
+                assert "f16.f16" not in ptx, (arch, tokens)
+                # A thread adds each of its outputs once per block, and once per level of the tree.
+                outputs = tile.m * tile.n // (32 * tile.warps)
+                additions = len(re.findall(r"add(?:\.rn)?\.f32 ", ptx))
+                partitions = 1 if tile.splits else SPLIT_K
+                assert additions == outputs * (2 * partitions - 1), (arch, tokens, additions)
+                usage = resource_usage(result.asm["cubin"])
+                print(arch, block_k, tokens, *usage, flush=True)
+
+
+if __name__ == "__main__":
+    main("--quick" in sys.argv)
