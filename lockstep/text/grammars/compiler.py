@@ -391,6 +391,16 @@ class Matcher:
         return self._compiled
 
     @property
+    def end_bits(self) -> int:
+        """Return the tokens that end an answer: bit i for token i."""
+        return sum(1 << token for token in self._ends)
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Return whether an answer without text matches the grammar."""
+        return bool(int.from_bytes(self._first, "little") & self.end_bits)
+
+    @property
     def accepted(self) -> int:
         """Return the number of accepted tokens."""
         return len(self._tokens)
@@ -488,6 +498,9 @@ class Matcher:
 class AfterReasoning:
     """Grammar that binds the text after the reasoning. The reasoning itself is free.
 
+    The answer may end inside of the reasoning only if the grammar allows an empty text. Otherwise
+    it would lack the form that the client asked for.
+
     end: token that ends the reasoning.
     begin: token that begins it, if it may be the answer's first token; None if the prompt ends
     inside of the reasoning.
@@ -545,6 +558,9 @@ class AfterReasoning:
         """Write the masks from a position inside of the reasoning."""
         free = 1 + sum(1 for _ in takewhile(lambda token: token != self._end, drafts))
         masks.all(range(first, first + free))
+        if not self._inner.may_be_empty:
+            for index in range(first, first + free):
+                masks.forbid(index, self._inner.end_bits)
         if free > len(drafts):
             return []
         return self._inner.begin(drafts[free:], first + free, masks)
