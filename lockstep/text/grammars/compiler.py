@@ -302,6 +302,11 @@ class Masks:
         """Allow a token in a mask that is written already."""
         self._memory[index * self.size + token // 8] |= 1 << token % 8
 
+    def remove(self, index: int, tokens: Sequence[int]) -> None:
+        """Remove a few tokens from a mask that is written already."""
+        for token in tokens:
+            self._memory[index * self.size + token // 8] &= ~(1 << token % 8)
+
     def only(self, index: int, token: int) -> None:
         """Write a mask that allows one token."""
         self.put(index, bytes(self.size))
@@ -391,14 +396,9 @@ class Matcher:
         return self._compiled
 
     @property
-    def end_bits(self) -> int:
-        """Return the tokens that end an answer: bit i for token i."""
-        return sum(1 << token for token in self._ends)
-
-    @property
-    def may_be_empty(self) -> bool:
-        """Return whether an answer without text matches the grammar."""
-        return bool(int.from_bytes(self._first, "little") & self.end_bits)
+    def forbidden_ends(self) -> list[int]:
+        """Return the end tokens that are forbidden as the first token."""
+        return [end for end in self._ends if not self._first[end // 8] >> end % 8 & 1]
 
     @property
     def accepted(self) -> int:
@@ -515,6 +515,7 @@ class AfterReasoning:
         self._end = end
         self._begin = begin
         self._reasons = begin is None
+        self._forbidden = inner.forbidden_ends
 
     def prepare(self) -> None:
         """Compile the grammar if it is not compiled yet."""
@@ -558,9 +559,8 @@ class AfterReasoning:
         """Write the masks from a position inside of the reasoning."""
         free = 1 + sum(1 for _ in takewhile(lambda token: token != self._end, drafts))
         masks.all(range(first, first + free))
-        if not self._inner.may_be_empty:
-            for index in range(first, first + free):
-                masks.forbid(index, self._inner.end_bits)
+        for index in range(first, first + free):
+            masks.remove(index, self._forbidden)
         if free > len(drafts):
             return []
         return self._inner.begin(drafts[free:], first + free, masks)
