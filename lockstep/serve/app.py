@@ -25,6 +25,7 @@ from lockstep.serve.http.event_stream import (
     ignored_fields_header,
     unless_disconnected,
 )
+from lockstep.serve.http.head_requests import HeadMiddleware
 from lockstep.serve.http.json_body import BodyReader, BodyRoute
 from lockstep.serve.http.openapi import (
     RouteResponses,
@@ -136,6 +137,7 @@ def create_app(
     app.build_middleware_stack = lambda: RequestIdMiddleware(  # type: ignore[method-assign]
         FastAPI.build_middleware_stack(app), rules.root_path
     )
+    app.add_middleware(HeadMiddleware)
     app.add_middleware(AccessMiddleware, rules=rules)
     if cross_origin and cross_origin.allow_origins:
         app.add_middleware(CORSMiddleware, **asdict(cross_origin))

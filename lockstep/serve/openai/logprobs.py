@@ -33,6 +33,21 @@ def _token_logprob(
     return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
 
 
+def _text_name(tokenizer: Tokenizer | None, token_id: int, as_ids: bool) -> str:
+    """Return a token's name in text completions, where names are keys.
+
+    A part of a character is named by its bytes, as OpenAI names it (`bytes:\\xf0\\x9f`), since the
+    texts of all such tokens are equal.
+    """
+    if tokenizer and not as_ids:
+        raw = tokenizer.token_bytes(token_id)
+        try:
+            raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+    return _token_logprob(tokenizer, token_id, 0.0, as_ids)["token"]
+
+
 def _likeliest(entry: dict[int, Logprob], num_top: int) -> list[tuple[int, Logprob]]:
     """Return the num_top likeliest tokens by rank. The chosen token may have a lower rank."""
     ranked = sorted(entry.items(), key=lambda item: item[1].rank)
@@ -112,12 +127,14 @@ def text_logprobs(
         "text_offset": offsets,
     }
     for token_id, entry in zip(token_ids, entries, strict=True):
-        logprobs["tokens"].append(_token_logprob(tokenizer, token_id, 0.0, as_ids)["token"])
+        logprobs["tokens"].append(_text_name(tokenizer, token_id, as_ids))
         chosen = entry.get(token_id) if entry else None
         logprobs["token_logprobs"].append(_finite(chosen.logprob) if chosen else None)
+        # The last of equal keys counts: it must be that of the chosen token.
+        ordered = sorted((entry or {}).items(), key=lambda item: item[0] == token_id)
         top = {
-            _token_logprob(tokenizer, top_id, 0.0, as_ids)["token"]: _finite(logprob.logprob)
-            for top_id, logprob in (entry or {}).items()
+            _text_name(tokenizer, top_id, as_ids): _finite(logprob.logprob)
+            for top_id, logprob in ordered
             if logprob.rank <= num_top or top_id == token_id
         }
         logprobs["top_logprobs"].append(top if entry else None)

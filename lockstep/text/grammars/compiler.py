@@ -302,6 +302,11 @@ class Masks:
         """Allow a token in a mask that is written already."""
         self._memory[index * self.size + token // 8] |= 1 << token % 8
 
+    def remove(self, index: int, tokens: Sequence[int]) -> None:
+        """Remove a few tokens from a mask that is written already."""
+        for token in tokens:
+            self._memory[index * self.size + token // 8] &= ~(1 << token % 8)
+
     def only(self, index: int, token: int) -> None:
         """Write a mask that allows one token."""
         self.put(index, bytes(self.size))
@@ -389,6 +394,11 @@ class Matcher:
         """Compile the grammar if it is not compiled yet."""
         self._compiled = self._compiled or self._compile_grammar()
         return self._compiled
+
+    @property
+    def forbidden_ends(self) -> list[int]:
+        """Return the end tokens that are forbidden as the first token."""
+        return [end for end in self._ends if not self._first[end // 8] >> end % 8 & 1]
 
     @property
     def accepted(self) -> int:
@@ -488,6 +498,9 @@ class Matcher:
 class AfterReasoning:
     """Grammar that binds the text after the reasoning. The reasoning itself is free.
 
+    The answer may end inside of the reasoning only if the grammar allows an empty text. Otherwise
+    it would lack the form that the client asked for.
+
     end: token that ends the reasoning.
     begin: token that begins it, if it may be the answer's first token; None if the prompt ends
     inside of the reasoning.
@@ -502,6 +515,7 @@ class AfterReasoning:
         self._end = end
         self._begin = begin
         self._reasons = begin is None
+        self._forbidden = inner.forbidden_ends
 
     def prepare(self) -> None:
         """Compile the grammar if it is not compiled yet."""
@@ -545,6 +559,8 @@ class AfterReasoning:
         """Write the masks from a position inside of the reasoning."""
         free = 1 + sum(1 for _ in takewhile(lambda token: token != self._end, drafts))
         masks.all(range(first, first + free))
+        for index in range(first, first + free):
+            masks.remove(index, self._forbidden)
         if free > len(drafts):
             return []
         return self._inner.begin(drafts[free:], first + free, masks)

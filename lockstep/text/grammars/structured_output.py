@@ -65,6 +65,9 @@ FORMAT_FIELDS = {
 UNCHANGED = {"style": "json"}
 """Further fields, with the value that equals the default behaviour."""
 ANY_OBJECT = {"type": "object"}
+BLANKS = r"[ \t]{1,2}|[ \t]{0,2}(\r?\n){1,2}[ \t]{0,64}"
+"""Regex of the optional blanks of JSON: two of them, or two line ends with an indentation. Without
+a bound, a model that finds no value may write blanks until max_tokens."""
 Json = dict[str, Any]
 
 
@@ -185,12 +188,17 @@ def json_expression(params: StructuredOutputsParams) -> str | None:
 
 
 def _schema_expression(schema: Any, params: StructuredOutputsParams) -> str:
-    options: Json = {"whitespace_flexible": not params.disable_any_whitespace}
-    if params.whitespace_pattern is not None:
-        options["whitespace_pattern"] = params.whitespace_pattern
-    options["json_allowed_escapes"] = escapes_of(schema)
+    if params.disable_any_whitespace:
+        return "%json " + _guided_schema(schema, whitespace_flexible=False)
+    pattern = BLANKS if params.whitespace_pattern is None else params.whitespace_pattern
+    return "%json " + _guided_schema(schema, whitespace_pattern=pattern)
+
+
+def _guided_schema(schema: Any, **blanks: Any) -> str:
+    """Return a schema for llguidance. blanks: its options of blanks."""
+    options = {"json_allowed_escapes": escapes_of(schema), **blanks}
     bounded = add_integer_bounds(schema) if isinstance(schema, dict) else {"allOf": [schema]}
-    return "%json " + json.dumps({**bounded, "x-guidance": options})
+    return json.dumps({**bounded, "x-guidance": options})
 
 
 def _json_grammar(params: StructuredOutputsParams, field: str) -> str:
@@ -423,9 +431,7 @@ def _struct_tag(structure: Json, triggers: Sequence[str], field: str) -> StructT
             field,
         )
     schema = schema_of(structure.get("schema", ANY_OBJECT), field)
-    bounded = add_integer_bounds(schema) if isinstance(schema, dict) else {"allOf": [schema]}
-    bounded = {**bounded, "x-guidance": {"json_allowed_escapes": escapes_of(schema)}}
-    grammar = json.dumps(bounded)
+    grammar = _guided_schema(schema, whitespace_pattern=BLANKS)
     return StructTag(trigger=trigger, begin=begin, grammar=grammar, end=structure["end"])
 
 

@@ -175,8 +175,8 @@ class ThinkingBudget:
             self._form.accept(tokens)
 
     def begin(self, drafts: Sequence[int], first: int, masks: Masks) -> list[Job]:
-        """See Matcher. Inside of the reasoning the content's grammar allows every token, so that
-        its jobs write no mask that is narrowed here."""
+        """See Matcher. Inside of the reasoning the content's grammar needs no jobs, so that none
+        of them writes a mask that is narrowed here."""
         if self._form is None:
             masks.all(range(first, first + 1 + len(drafts)))
             jobs = []

@@ -130,6 +130,25 @@ def test_keep_alive_connection_is_reused(server, processor):
             time.sleep(0.2)
 
 
+def test_head_is_answered_wherever_get_is(server, processor):
+    """Claude Code asks for HEAD / first, and load balancers for HEAD /health.
+
+    https://github.com/headroomlabs-ai/headroom/issues/2032
+    """
+    paths = {"/": 200, "/health": 200, "/v1/models/nope": 404, "/v1/messages": 405}
+    requests = [f"HEAD {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode() for path in paths]
+    with serving(server, processor) as address, connect(address) as client:
+        for request, status in zip(requests, paths.values(), strict=True):
+            client.sendall(request)
+            response = b""
+            while b"\r\n\r\n" not in response:
+                response += client.recv(65536)
+            assert response.startswith(f"HTTP/1.1 {status} ".encode())
+            assert b"content-length: 0" not in response.lower()
+            assert response.endswith(b"\r\n\r\n"), "there is no body"
+        assert is_healthy(client)
+
+
 def test_head_timeout_does_not_end_a_running_request(server, processor):
     """A request in progress is not idle, however long it takes."""
     server.client.hang = True

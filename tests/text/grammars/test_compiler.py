@@ -392,12 +392,12 @@ BEGIN = 3001
 
 @pytest.mark.parametrize("opened", [True, False], ids=["by the prompt", "by the answer"])
 def test_grammar_starts_after_reasoning(compiler: Compiler, opened: bool) -> None:
-    bound = matcher(compiler, choice=["yes"])
+    bound = matcher(compiler, choice=["yes", ""])
     content = compiler.tokenizer.encode("yes", add_special_tokens=False)
     masks = masks_of(bound, content)
     everything = every_token(compiler)
     begin = None if opened else BEGIN
-    kept = AfterReasoning(matcher(compiler, choice=["yes"]), END, begin)
+    kept = AfterReasoning(matcher(compiler, choice=["yes", ""]), END, begin)
     if not opened:
         assert allowed(masks_of(kept)[0]) == allowed(masks[0]) | {BEGIN}
         drafted = masks_of(kept, [BEGIN, 5, END, *content])
@@ -412,6 +412,21 @@ def test_grammar_starts_after_reasoning(compiler: Compiler, opened: bool) -> Non
     kept.accept(content)
     assert masks_of(kept) == masks[-1:]
     assert kept.accepted == len(content) + 2 + (not opened)
+
+
+def test_answer_does_not_end_inside_of_reasoning(compiler: Compiler) -> None:
+    """An answer that ended there had no content, although a form was required.
+
+    https://github.com/sgl-project/sglang/issues/37645
+    https://github.com/vllm-project/vllm/issues/53255
+    """
+    kept = AfterReasoning(matcher(compiler, choice=["yes"]), END, None)
+    goes_on = set(range(compiler.mask_bytes * 8)) - compiler.ends
+    masks = masks_of(kept, [5, END])
+    assert [allowed(mask) for mask in masks[:2]] == [goes_on, goes_on]
+    assert masks[2] == masks_of(matcher(compiler, choice=["yes"]))[0]
+    kept.accept([5])
+    assert allowed(masks_of(kept)[0]) == goes_on
 
 
 def test_answer_may_omit_reasoning(compiler: Compiler) -> None:
@@ -450,12 +465,13 @@ def test_rolled_back_draft_leaves_no_trace(compiler: Compiler) -> None:
     (after,) = encode("]\n")
     (comma,) = encode(",\n")
     (blanks,) = encode("       ")
-    arguments = matcher(compiler, json=schema)
+    form = {"json": schema, "whitespace_pattern": r"[\x20\x0A\x0D\x09]+"}
+    arguments = matcher(compiler, **form)
     arguments.accept(answer)
     masks_of(arguments, [comma])
     arguments.accept([after])
     result = masks_of(arguments, [blanks])
-    fresh = matcher(compiler, json=schema)
+    fresh = matcher(compiler, **form)
     fresh.accept([*answer, after])
     assert result[0] == masks_of(fresh)[0]
     fresh.accept([blanks])

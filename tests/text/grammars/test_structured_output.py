@@ -48,6 +48,48 @@ def compiled(compiler: Compiler, **fields: Any) -> Matcher:
     return compile_structured_output(StructuredOutputsParams(**fields), compiler)
 
 
+LIST = {"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"json": LIST},
+        {"json_object": True},
+        {"structural_tag": {"format": {"type": "json_schema", "json_schema": LIST}}},
+        {
+            "structural_tag": {
+                "structures": [{"begin": "<f>", "schema": LIST, "end": "</f>"}],
+                "triggers": ["<f>"],
+            }
+        },
+    ],
+    ids=["json", "json_object", "format", "structures"],
+)
+def test_blanks_of_json_are_bounded(compiler: Compiler, form: dict[str, Any]) -> None:
+    """Answers ran to max_tokens in blanks, as those were allowed without end.
+
+    https://github.com/vllm-project/vllm/issues/38696
+    https://github.com/jundot/omlx/issues/2990
+    https://github.com/sgl-project/sglang/issues/8250
+    """
+    source = compiled(compiler, **form).recipe.source
+    begin, end = ("<f>", "</f>") if "structures" in form.get("structural_tag", {}) else ("", "")
+
+    def is_allowed(text: str) -> bool:
+        return matches(compiler, source, begin + text + end)
+
+    deep: Any = 1
+    for _ in range(12):
+        deep = [deep, {"b": 2}]
+    for indent in (None, 1, 2, 4, "\t"):
+        written = json.dumps({"a": [deep]}, indent=indent)
+        assert is_allowed(written) and is_allowed(written.replace("\n", "\r\n"))
+    assert is_allowed('{"a":[1,2]}') and is_allowed('{ "a" :  [ \n\n 1 , 2 ]}')
+    for blanks in ("   ", "\n\n\n", "\n \n", "\n" + 65 * " ", "\t\t\t"):
+        assert not is_allowed(f'{{"a":{blanks}[1]}}')
+
+
 @pytest.mark.parametrize("keyword", REFUSED)
 def test_unsupported_keywords_are_named(compiler: Compiler, keyword: str) -> None:
     schema = {"type": "object", "properties": {"a": {"items": [{}, {keyword: {"maxLength": 1}}]}}}

@@ -182,8 +182,11 @@ def test_each_completion_has_its_own_budget(model: Processor) -> None:
 
 
 def test_budget_composes_with_structured_outputs(processor: Processor) -> None:
-    """With tags of one token; the content is constrained wherever the thought ends."""
-    form = {"choice": ["yes", "no"]}
+    """With tags of one token; the content is constrained wherever the thought ends.
+
+    The content may be empty, so that the answer may end inside of the thought.
+    """
+    form = {"choice": ["yes", "no", ""]}
     end = processor.tokenizer.fast.token_to_id("</think>")
     content = ids(processor, "yes")
     plain = processor.requests("r", "fox", SamplingParams(structured_outputs=form))[0].grammar
