@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from lockstep import LLM
+from lockstep.doctor import children
 from lockstep.engine import process_transport
 from lockstep.worker import local_ranks
 from tests.bundled_model import assert_idle, make_engine
-from tests.forked_processes import fork_context
+from tests.forked_processes import PRELOADED_MODULE, fork_context
 from tests.pairwise import mark_uncovered
 
 SEARCH = (10_000, 10, 1_000)
@@ -25,6 +26,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any test imports Triton, which reads it then
+# A process has one fork server, with the imports that its first user names. All others' processes
+# would import what is missing, e.g. two seconds for each process of doctor.
+children.PRELOADED = local_ranks.PRELOADED = PRELOADED_MODULE
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -80,6 +84,5 @@ def forked_processes() -> Iterator[None]:
     Servers in processes of their own, and tests of a start, spawn them as users do.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for module in (process_transport, local_ranks):
-            patch.setattr(module, "get_context", lambda _: fork_context())
+        patch.setattr(process_transport, "get_context", lambda _: fork_context())
         yield

@@ -1,7 +1,14 @@
-"""Imports that forked processes share: Torch, Triton, the ops, the engine, the server, and Triton's
-hash over its own files, which is part of its cache keys."""
+"""Imports that forked processes share: Torch, Triton, the ops, the engine, the server, doctor, and
+Triton's hash over its own files, which is part of its cache keys."""
+
+import os
+
+# Before Triton is imported: the interpreter has not replaced the kernels of forked processes, as it
+# may have in the process that started the fork server.
+os.environ.pop("TRITON_INTERPRET", None)
 
 import lockstep.cli.serve
+import lockstep.doctor.preload
 import lockstep.serve.engine_factory
 import lockstep.serve.server
 import lockstep.worker.rank_process  # noqa: F401

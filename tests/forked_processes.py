@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from functools import cache
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import TextIO
@@ -16,16 +15,9 @@ PRELOADED_MODULE = "tests.forked_imports"
 
 @cache
 def fork_context() -> ForkServerContext:
-    """Return a context of forked processes in which the interpreter has not replaced the kernels,
-    as it may have in this one."""
+    """Return a context of processes that a server forks with all imports."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([PRELOADED_MODULE])
-    interpreted = os.environ.pop("TRITON_INTERPRET", None)
-    try:
-        forkserver.ensure_running()
-    finally:
-        if interpreted is not None:
-            os.environ["TRITON_INTERPRET"] = interpreted
     return context
 
 

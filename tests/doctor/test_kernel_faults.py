@@ -73,11 +73,10 @@ def test_state_of_16_bits_widens_the_tolerance() -> None:
 
 
 def test_hang_is_named_after_the_time_limit() -> None:
-    # On busy cores a healthy check before it took more than 3 s.
-    result = examine(Children(ARCH, stage_seconds=10.0), "hangs")
+    result = examine(Children(ARCH, stage_seconds=5.0), "hangs")
     (finding,) = result.findings
     assert (finding.kind, finding.check, finding.case) == ("hang", "call", "4x3x64")
-    assert "10 s" in finding.detail
+    assert "5 s" in finding.detail
 
 
 def test_unwritten_memory_is_named(children: Children) -> None:
@@ -90,7 +89,7 @@ def test_unwritten_memory_is_named(children: Children) -> None:
 
 def test_process_that_does_not_exit_is_ended() -> None:
     """It sent all of its results."""
-    result = examine(Children(ARCH, stage_seconds=10.0), "hangs_at_exit")
+    result = examine(Children(ARCH, stage_seconds=5.0), "hangs_at_exit")
     assert result.checks and not result.findings
 
 

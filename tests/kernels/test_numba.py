@@ -20,6 +20,7 @@ from lockstep.kernels.linear.tiled import TiledQuantizedWeight, TiledWeight
 from lockstep.kernels.sampling import cpu as sampling_cpu
 from lockstep.kernels.sampling.reference import _best, uniform
 from lockstep.kernels.simd import compiler, functions, vectors
+from tests.forked_processes import ForkedProgram
 from tests.kernels.backends import same_bits
 from tests.kernels.test_prepacked import DTYPES, SHAPES, wide_range_rows
 
@@ -208,6 +209,45 @@ def test_kernels_on_disk_depend_on_the_files_that_they_inline() -> None:
     assert names >= {"simd/vectors.py", "simd/functions.py", "simd/compiler.py"}
     # rotary and gated_delta_rule inline its norm_row and gated_norm_row.
     assert "norm/numba_kernels.py" in names
+
+
+CALLS_A_KERNEL = """
+import sys
+import time
+from pathlib import Path
+
+folder = Path(sys.argv[1])
+sys.path.insert(0, str(folder))
+from kernel_of_two_processes import double
+
+compile_double = double._compiler.compile
+
+
+def compile_slowly(*arguments):
+    time.sleep(1)  # so that both processes compile at the same time, if nothing prevents it
+    return compile_double(*arguments)
+
+
+double._compiler.compile = compile_slowly
+(folder / f"ready_{sys.argv[2]}").touch()
+while len(list(folder.glob("ready_*"))) < 2:
+    time.sleep(0.01)
+assert double(21) == 42
+print(sum(double.stats.cache_misses.values()), sum(double.stats.cache_hits.values()))
+"""
+
+
+def test_processes_that_start_together_compile_a_kernel_once(tmp_path: Path) -> None:
+    """The second process loads what the first one keeps."""
+    (tmp_path / "kernel_of_two_processes.py").write_text(
+        "from lockstep.kernels.simd.compiler import kernel\n"
+        "@kernel\n"
+        "def double(x):\n"
+        "    return 2 * x\n"
+    )
+    programs = [ForkedProgram(CALLS_A_KERNEL, [str(tmp_path), index]) for index in "01"]
+    outputs = [program.communicate() for program in programs]
+    assert sorted(outputs) == [("0 1\n", ""), ("1 0\n", "")]
 
 
 LOADS_TORCH_BACKENDS = (
