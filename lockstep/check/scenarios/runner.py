@@ -21,7 +21,7 @@ from lockstep.check.judges.plain_runs import PlainRuns
 from lockstep.check.judges.texts import wrong_scores
 from lockstep.check.scenarios.accounting import Ledger, Observed, wrong_metrics
 from lockstep.check.scenarios.driver import FAILED_STEPS, Driver, Progress
-from lockstep.check.scenarios.features import Event
+from lockstep.check.scenarios.features import FAILURE, Event
 from lockstep.check.scenarios.invariants import (
     CheckedScheduler,
     InvariantError,
@@ -105,7 +105,7 @@ class ScenarioRunner:
             for one in driver.all
         ]
         for one in driver.all:
-            self._check_client(one, bool(events[FAILED_STEPS]))
+            self._check_client(one)
             one.events.update(_prefix_events(scenario, one, driver.scheduler))
             events[FORCED] += one.completion.request.token_sources.count("forced")
         events.update(count_events(outcome.answer for outcome in outcomes))
@@ -122,7 +122,7 @@ class ScenarioRunner:
             met[one.index] |= one.events
         return ScenarioResult(outcomes, events, met)
 
-    def _check_client(self, progress: Progress, has_failed: bool) -> None:
+    def _check_client(self, progress: Progress) -> None:
         """Check the metrics of a completion, and what its client got besides tokens and text.
 
         Raises InvariantError.
@@ -130,6 +130,7 @@ class ScenarioRunner:
         request = progress.completion.request
         output = progress.completion.text.output
         cached = 0 if progress.resumed is None else progress.resumed.tokens
+        has_failed = any(name == FAILURE for name, _ in progress.events)
         observed = Observed(request, cached, progress.num_preempted, has_failed)
         fault = wrong_metrics(observed, self.kind.drafts)
         fault = fault or wrong_scores(self.engine.llm.tokenizer, output)
