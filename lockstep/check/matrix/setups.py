@@ -50,11 +50,11 @@ class Size:
     strength: int = 2
     covers: bool = False
     requests: int = 4
-    twins: float = 0.3
+    twins: float = 0.15
 
 
 SIZES = {
-    "quick": Size(8, 1, 2, scenarios=12, num_samples=64, twins=1.0),
+    "quick": Size(8, 1, 2, scenarios=12, num_samples=64, twins=0.6),
     "default": Size(24, 2, 2, scenarios=60, num_samples=256, covers=True),
     "full": Size(32, 8, 7, scenarios=240, num_samples=1024, strength=3, covers=True),
 }
