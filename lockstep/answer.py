@@ -70,7 +70,12 @@ class Answer:
                 f"{count} tokens, {self.ending} instead of {expected_count} tokens, {other.ending}"
             )
         if aborted:
-            return None
+            if other.text.startswith(self.text):
+                return None
+            return (
+                common_length,
+                f"the text {self.text!r}, which {other.text!r} does not begin with",
+            )
         if len(self.prompt_logprobs) != len(other.prompt_logprobs):
             return 0, _prompt_difference(self.prompt_logprobs, other.prompt_logprobs)
         if self.text != other.text:

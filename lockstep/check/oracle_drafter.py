@@ -1,4 +1,4 @@
-"""Oracle drafter: propose stored outputs, with a wrong draft at every fifth position.
+"""Oracle drafter: propose stored outputs, half of them with a wrong draft at every fifth position.
 
 Whatever the weights, every number of drafts is accepted at some step. CheckHooks.drafter replaces
 the drafter that speculative_config names with this one; K comes from the speculative_config.
@@ -16,8 +16,9 @@ PLACEHOLDER_METHOD = "ngram"
 """Method that speculative_config names; this drafter replaces it."""
 MAX_TEXTS = 32
 """Maximum texts that the drafter stores."""
-WRONG_EVERY = 5
-"""Positions that are multiples of this get a wrong draft."""
+WRONG_EVERY = (5, 41)
+"""Positions that are multiples of this get a wrong draft, in texts of even and of odd index. Whole
+windows are accepted only where wrong drafts are rare."""
 NONE_EVERY = 11
 """Row lengths that are multiples of this get no drafts."""
 
@@ -34,6 +35,7 @@ class OracleDrafter:
         device = context.tokens.device
         self.texts = torch.full(shape, -1, dtype=torch.int64, device=device)
         self.columns = torch.arange(shape[1], device=device)
+        self.periods = torch.tensor(WRONG_EVERY, device=device)
         self.offsets = torch.arange(context.drafts.shape[1], device=device)
 
     @torch.inference_mode()
@@ -60,9 +62,11 @@ class OracleDrafter:
         unseen = self.columns >= lengths[:, None]
         matches = ((tokens[:, None] == self.texts) | unseen[:, None]).all(-1)
         positions = lengths[:, None] + self.offsets[:count]
-        text = self.texts[matches.int().argmax(1)]
+        indices = matches.int().argmax(1)
+        text = self.texts[indices]
+        periods = self.periods[indices % len(WRONG_EVERY)][:, None]
         targets = text.gather(1, positions.clamp_max(text.shape[1] - 1))
         valid = matches.any(1, keepdim=True) & (targets >= 0) & (lengths[:, None] % NONE_EVERY > 0)
         # abs: token 0 becomes the valid wrong token 1 instead of -1, which means no draft.
-        drafts = torch.where(positions % WRONG_EVERY == 0, (targets - 1).abs(), targets)
+        drafts = torch.where(positions % periods == 0, (targets - 1).abs(), targets)
         context.drafts[rows, :count] = torch.where(valid, drafts, -1)

@@ -176,6 +176,7 @@ def _scenarios(checked: CheckedModel, effort: Effort, deadline: Deadline) -> Non
         # Engines of the companions are built in less time than a scenario takes.
         per_engine=1 if checked.is_bundled and checked.graphs == ("none",) else 2,
         num_requests=size.requests,
+        twins=size.twins,
         num_ranks=checked.config.tensor_parallel_size,
     )
     num_scenarios = effort.num_scenarios(generator)

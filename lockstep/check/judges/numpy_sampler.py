@@ -19,6 +19,8 @@ from lockstep.sampling_params import SamplingParams
 Floats = NDArray[np.float64]
 SCORE_TOLERANCE = 1e-4
 """Relative tolerance of a score: fp32 against float64."""
+GREEDY_BELOW = 1e-5
+"""Temperature below which the likeliest token is chosen."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ def relative_gap(
     possible = certain
     if not certain.any():
         return 0.0
-    if not params.greedy:
+    if params.temperature >= GREEDY_BELOW:
         scores = scores / params.temperature
         possible, certain = (
             filter_mask(scores, params, tolerance)
@@ -238,9 +240,6 @@ def wrong_end(
     max_output_tokens: int,
 ) -> str | None:
     """Return what is wrong with an output's ending, or None."""
-    # The text decides about a stop string; this judge sees tokens only.
-    if isinstance(ending[1], str):
-        return None
     expected: tuple[str | None, int | None] = (None, None)
     for index, token in enumerate(tokens):
         if expected[0] is not None:
@@ -252,6 +251,9 @@ def wrong_end(
                 expected = "stop", None
         if expected[0] is None and index + 1 == max_output_tokens:
             expected = "length", None
+    # The text decides about a stop string; this judge sees tokens only.
+    if isinstance(ending[1], str):
+        return None
     return None if expected == ending else f"it ended with {ending} instead of {expected}"
 
 

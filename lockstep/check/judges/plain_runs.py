@@ -5,6 +5,7 @@ ending and log-probability against the raw logits.
 """
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Protocol
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from lockstep.answer import Answer, Mismatch
 from lockstep.check.engines import ONE_TOKEN, CheckEngine, Completion, Conversation, rendered
-from lockstep.check.judges import numpy_sampler
+from lockstep.check.judges import numpy_sampler, texts
 from lockstep.check.judges.digests import RawLogits, digest
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
@@ -25,6 +26,8 @@ SERVED = "served"
 PROMPT_LOGPROB_TOLERANCES = {"float32": 1e-3}
 """Relative tolerance by dtype, 0.1 for 16-bit dtypes, of a prompt token's log-probability. It is
 compared with a run of a shorter prompt, whose last chunk has another length."""
+PROBABILITY_TOLERANCE = 1e-5
+"""Slack of a sum of probabilities: float32 against float64."""
 MAX_FLATTEST_ROWS = 8
 """Maximum stored logit rows with the highest entropy, for the distribution tests."""
 
@@ -148,10 +151,18 @@ class PlainRuns:
         raw = logits.first_rows(len(completion.text.output.token_ids))
         answer = completion.answer(digest(raw).tolist())
         request = completion.request
-        seed = None if params.seed is None else params.seed + index
-        mismatch = _first_fault(answer, raw, request, seed, self._context(request, thinks))
+        mismatch = _first_fault(
+            answer,
+            raw,
+            request,
+            self._written(params, request, index),
+            self._context(request, thinks),
+            self.engine.engine.plan.max_model_len,
+        )
         if mismatch is None:
             mismatch = self._wrong_form(answer, request, thinks)
+        if mismatch is None:
+            mismatch = self._wrong_output(completion, params)
         if mismatch is None and answer.prompt_logprobs:
             mismatch = self._wrong_prompt_logprob(request, answer)
         if mismatch is not None:
@@ -171,6 +182,22 @@ class PlainRuns:
             self._thought(request) if thinks else None,
             request.params.structured_outputs is not None and choices is None,
         )
+
+    @staticmethod
+    def _written(params: SamplingParams, request: Request, index: int) -> SamplingParams:
+        """Return the parameters of a completion, of which the engine tokenized only bad words."""
+        seed = request.seed if params.seed is None else params.seed + index
+        # Engines store seeds as int64: they wrap around.
+        signed_seed = (seed + 2**63) % 2**64 - 2**63
+        return replace(params, bad_words_ids=request.params.bad_words_ids, seed=signed_seed)
+
+    def _wrong_output(self, completion: Completion, params: SamplingParams) -> Mismatch | None:
+        """Return what is wrong with the text, and with the names and the sum of scores."""
+        output = completion.text.output
+        tokenizer = self.llm.tokenizer
+        fault = texts.wrong_text(tokenizer, output, params)
+        fault = fault or texts.wrong_scores(tokenizer, output)
+        return None if fault is None else (len(output.token_ids) - 1, fault)
 
     def _thought(self, request: Request) -> numpy_sampler.Thought | None:
         """Return the thought with which an answer begins."""
@@ -274,45 +301,52 @@ def _first_fault(
     answer: Answer,
     raw: Tensor,
     request: Request,
-    seed: int | None,
+    params: SamplingParams,
     first: numpy_sampler.TokenContext,
+    max_model_len: int,
 ) -> Mismatch | None:
     """Return the first position that contradicts the raw logits [N, V] and the reason, or None.
 
-    first: context of the answer's first token.
+    params: the client's parameters with the seed of this completion. first: context of the answer's
+    first token.
     """
-    params = request.params
     scores = raw.double().numpy()
-    # The engine stores seeds as int64; completion i of a request has the seed plus i, wrapped.
-    signed_seed = request.seed if seed is None else (seed + 2**63) % 2**64 - 2**63
+    seed = params.seed or 0
     for index, token in enumerate(answer.tokens):
         previous = answer.tokens[:index]
         context = replace(first, answer=previous)
-        fault = numpy_sampler.wrong_token(scores[index], token, context, params, signed_seed)
+        fault = numpy_sampler.wrong_token(scores[index], token, context, params, seed)
         if fault is None and params.logprobs is not None:
             logprobs = {t: (float.fromhex(v), rank) for t, v, rank in answer.logprobs[index]}
             fault = numpy_sampler.wrong_logprobs(scores[index], token, logprobs, params.logprobs)
         if fault is not None:
             return index, fault
-    max_output_tokens = request.max_total_tokens - len(request.prompt_token_ids)
+    max_output_tokens = max_model_len - len(request.prompt_token_ids)
+    max_output_tokens = min(params.max_tokens or max_output_tokens, max_output_tokens)
     fault = numpy_sampler.wrong_end(
         answer.tokens, answer.ending, request.eos_token_ids, params, max_output_tokens
     )
     if fault is None and params.prompt_logprobs is not None:
-        fault = _wrong_prompt(answer, request)
+        fault = _wrong_prompt(answer, request, params.prompt_logprobs)
     return None if fault is None else (len(answer.tokens) - 1, fault)
 
 
-def _wrong_prompt(answer: Answer, request: Request) -> str | None:
+def _wrong_prompt(answer: Answer, request: Request, num_logprobs: int) -> str | None:
     """Return what is wrong with the number and tokens of prompt log-probabilities, or None."""
     expected_tokens = request.prompt_token_ids[1:]
-    num_logprobs = request.params.prompt_logprobs or 0
     if len(answer.prompt_logprobs) != len(expected_tokens):
         return f"{len(answer.prompt_logprobs)} prompt logprobs for {len(expected_tokens)} tokens"
     for index, (token, entry) in enumerate(
         zip(expected_tokens, answer.prompt_logprobs, strict=True)
     ):
-        token_ids = [t for t, _, _ in entry]
-        if token not in token_ids or len(entry) not in (num_logprobs, num_logprobs + 1):
-            return f"prompt logprobs of {token_ids} for token {index + 1}, {token}"
+        scores = {t: float.fromhex(value) for t, value, _ in entry}
+        if token not in scores or len(entry) not in (num_logprobs, num_logprobs + 1):
+            return f"prompt logprobs of {list(scores)} for token {index + 1}, {token}"
+        by_score = sorted(entry, key=lambda one: -scores[one[0]])
+        ranks = [rank for _, _, rank in by_score]
+        # Equal logits may have one rank or several.
+        if ranks != sorted(ranks) or (num_logprobs and ranks[0] != 1):
+            return f"prompt logprobs of token {index + 1} have the ranks {ranks} in their order"
+        if not sum(map(math.exp, scores.values())) <= 1 + PROBABILITY_TOLERANCE:
+            return f"prompt logprobs of token {index + 1} have probabilities above 1: {scores}"
     return None

@@ -38,7 +38,8 @@ class Size:
     engines take different ones. companions: number of the 7 short cases that share a batch with the
     long one. scenarios: number of random scenarios. num_samples: sampled tokens of each test of a
     distribution. strength: number of feature values whose combinations scenarios meet. covers: more
-    scenarios until every such combination was met. requests: requests per scenario.
+    scenarios until every such combination was met. requests: requests per scenario. twins: share of
+    those requests that come again without a disturbance.
     """
 
     max_tokens: int
@@ -49,10 +50,11 @@ class Size:
     strength: int = 2
     covers: bool = False
     requests: int = 4
+    twins: float = 0.15
 
 
 SIZES = {
-    "quick": Size(8, 1, 2, scenarios=12, num_samples=64),
+    "quick": Size(8, 1, 2, scenarios=12, num_samples=64, twins=0.6),
     "default": Size(24, 2, 2, scenarios=60, num_samples=256, covers=True),
     "full": Size(32, 8, 7, scenarios=240, num_samples=1024, strength=3, covers=True),
 }

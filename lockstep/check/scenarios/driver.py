@@ -83,8 +83,8 @@ class FailingStep(StepObserver):
 class Progress:
     """Progress of one completion. index, number: of its request, and among the request's n.
 
-    preempts: phases in which it is still to be preempted. resumed: its cached prefix. events:
-    features that it really had.
+    preempts: phases in which it is still to be preempted. num_preempted: how often it lost its row.
+    resumed: its cached prefix. events: features that it really had.
     """
 
     index: int
@@ -227,6 +227,7 @@ class Driver:
         """Record the features that a request really had, before its id is used again."""
         events = progress.events
         progress.resumed = self.scheduler.resumptions.get(progress.id)
+        progress.num_preempted = self.scheduler.num_preempted[progress.id]
         metrics = progress.completion.request.metrics
         if progress.preempted_in == [IN_ANSWER] * 2 and metrics.num_preemptions > 1:
             events.add(("preempted", "twice"))

@@ -39,7 +39,7 @@ REQUIRED_EVENTS = (
 """Counters that must not be zero over all scenarios of a check that meets every pair."""
 MIN_SCENARIOS = 20
 """Scenarios of a check from which on the required events must occur."""
-MAX_REPAIRS = 12
+MAX_REPAIRS = 6
 """Maximum scenarios that are added for tuples that were planned and did not occur."""
 
 

@@ -20,11 +20,13 @@ from lockstep.check.scenarios.features import (
     FeatureTable,
     feature_table,
 )
-from lockstep.check.scenarios.request_writer import Family, RequestWriter, WrittenRequest
+from lockstep.check.scenarios.invariants import AT_ONCE
+from lockstep.check.scenarios.request_writer import SALT, Family, RequestWriter, WrittenRequest
 from lockstep.check.scenarios.scenario import (
     IN_HOST_MEMORY,
     MAX_HOST_PAGES,
     MAX_PAGES,
+    NEVER,
     NO_FAILURE,
     Kind,
     Limits,
@@ -48,6 +50,10 @@ FEW_ANSWERS = (24, 61)
 """Tokens of ended answers that a small circular buffer keeps: it overflows in every scenario."""
 HOST_PAGES = {"none": (0,), "one": (1,), "few": (2, 5), "many": (MAX_HOST_PAGES,)}
 """Pages, and snapshots, of the host tier."""
+LAST_ARRIVAL = 16
+"""Step before which twins arrive."""
+OTHER_SALT = 0.3
+"""Share of the twins with another salt than their request."""
 FILLER_PAGES = 8
 """Pages of a prompt that evicts others."""
 Values = dict[str, str]
@@ -58,8 +64,7 @@ Values = dict[str, str]
 class GeneratedScenario:
     """Scenario with the values that its requests were meant to have.
 
-    values: of the first requests. A value is missing where the parameters of the others do not
-    permit it.
+    values: of the requests. A value is missing where the parameters of the others do not permit it.
     """
 
     scenario: Scenario
@@ -73,6 +78,7 @@ class ScenarioGenerator:
     strength: number of values of a covered tuple. companions: whether scenarios have companion
     models. numerics: formats of the companions. per_engine: consecutive scenarios that share an
     engine. num_requests: requests per scenario. num_ranks: tensor-parallel ranks of the engines.
+    twins: share of the requests that come again without a disturbance.
     """
 
     def __init__(
@@ -87,8 +93,10 @@ class ScenarioGenerator:
         per_engine: int = 2,
         num_requests: int = REQUESTS,
         num_ranks: int = 1,
+        twins: float = 1.0,
     ) -> None:
         self.plain = plain
+        self.twins = twins
         self.seed = seed
         self.per_engine = per_engine
         models = (SERVED, ATTENTION, MIXTURE) if companions else (SERVED,)
@@ -147,6 +155,9 @@ class ScenarioGenerator:
         writer = RequestWriter(plain, kind, family, self.vocab, closing_tag(plain.llm))
         written = [writer.write(random.Random(rng.random()), values) for values in planned]
         requests = self._scheduled(rng, written)
+        chosen = [one for one in written if rng.random() < self.twins]
+        twins = [twin for one in chosen if (twin := _undisturbed(rng, one)) is not None]
+        requests = (*requests, *(twin.request for twin in twins))
         limits = self._limits(rng, kind, planned[0], requests, [w for o in written for w in o.warm])
         scenario = Scenario(
             kind,
@@ -156,7 +167,7 @@ class ScenarioGenerator:
             poison_seed=rng.randrange(2**31),
             draws=rng.randrange(2**31),
         )
-        return GeneratedScenario(scenario, tuple(one.values for one in written))
+        return GeneratedScenario(scenario, tuple(one.values for one in (*written, *twins)))
 
     def scenario(self, index: int) -> Scenario:
         """Return scenario number `index`."""
@@ -252,6 +263,36 @@ class ScenarioGenerator:
         return (pattern * (length // len(pattern) + 1))[:length]
 
 
+def _undisturbed(rng: random.Random, written: WrittenRequest) -> WrittenRequest | None:
+    """Return the same request for a later step, whose answer is drafted and ends as planned.
+
+    Most rows of an array abort a request, force its tokens, or let it draft nothing. The plain
+    answer is known, so that such a twin costs no plain run. None if it would be the request again.
+    """
+    request = written.request
+    undisturbed = replace(
+        request,
+        abort=NEVER,
+        preempt=(),
+        returns=AT_ONCE,
+        forced=0,
+        speculate=True,
+        again=False,
+    )
+    if undisturbed == request:
+        return None
+    values = {**written.values, **{name: USUAL[name] for name in _DISTURBANCES}}
+    values |= {"forced": "none", "speculate": "yes"}
+    if "prompt logprobs" in values and values["prompt logprobs"] == "off":
+        values["prefix"] = "on device"  # it counts only if the first request's pages are resumed
+    arrival = rng.randrange(2, LAST_ARRIVAL)
+    # Pages of another salt must not be resumed.
+    if rng.random() < OTHER_SALT:
+        undisturbed = replace(undisturbed, salt="" if request.salt else SALT)
+        values["salt"] = "none" if request.salt else "own"
+    return WrittenRequest(replace(undisturbed, arrival=arrival), values)
+
+
 def _is_evicted(written: WrittenRequest) -> bool:
     """Return whether a request's prefix is evicted to host memory before it comes."""
     return written.values.get("prefix") == IN_HOST_MEMORY
@@ -279,3 +320,5 @@ USUAL = {
     FAILURE: NO_FAILURE,
 }
 """Features whose values depend on the run, with the value that needs no event."""
+_DISTURBANCES = ("preempted", "return", "aborted", "id")
+"""Features whose usual value a twin has."""

@@ -3,12 +3,15 @@
 They concern the host only: nothing here synchronizes with the device, which may run steps later.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.cache.cache import Cache
 from lockstep.cache.groups import CacheSeq, root_key
-from lockstep.cache.host_tier import PAGES, Key
+from lockstep.cache.host_tier import PAGES, SLOTS, Key
+from lockstep.check.scenarios.service_order import ServiceOrder
+from lockstep.check.scenarios.step_plans import StepPlans
 from lockstep.engine.engine import Engine
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import Admission, PromptChunk, Schedule
@@ -153,7 +156,9 @@ class CheckedScheduler(Scheduler):
 
     returns: how a preempted request gets a row again, by request id; AT_ONCE for other_rows. Memory
     seems short to it for as long as that needs. returned: how requests returned, by id.
-    resumptions: cached prefixes of first admissions, by id.
+    resumptions: cached prefixes of first admissions, by id. requests: all that were added.
+    num_preempted: preemptions by id. total_preempted: all of them. num_cached: cached tokens of all
+    admissions.
     """
 
     def __init__(self, cache: Cache, **options: Any) -> None:
@@ -162,13 +167,35 @@ class CheckedScheduler(Scheduler):
         self.returns: dict[str, str] = {}
         self.returned: dict[str, set[str]] = {}
         self.resumptions: dict[str, Resumption] = {}
+        self.requests: list[Request] = []
+        self.num_preempted: Counter[str] = Counter()
+        self.total_preempted = 0
+        self.num_cached = 0
+        self._order = ServiceOrder(self.policy)
+        self._plans = StepPlans(self)
+        self._started: list[str] = []
+        self._begun: list[Request] = []
+        self._is_forcing = False
         self._left: dict[str, tuple[int, int]] = {}
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        super().add(request)
+        self._order.add(request)
+        self.requests.append(request)
+        self.num_preempted.pop(request.id, None)
 
     def schedule(self) -> Schedule:
         """Return the next schedule. Raises InvariantError if it violates an invariant."""
         self.invariants.begin()
+        self._started = []
         schedule = super().schedule()
         self.invariants.check(schedule)
+        raise_if(self._plans.fault(schedule))
+        waiting = [e.request.id for e in self.entries.values() if not (e.row or e.will_finish)]
+        # A request that makes the engine fail again and again runs alone, whatever its place.
+        if not self.suspects:
+            raise_if(self._order.wrong_starts(self._started, waiting))
         fetched = {move.unit for move in schedule.fetched.get(PAGES, ())}
         for admission in schedule.admissions:
             resumption = Resumption(
@@ -178,17 +205,31 @@ class CheckedScheduler(Scheduler):
             )
             # A failed step makes a request begin again: its first prefix counts.
             self.resumptions.setdefault(admission.spec.id, resumption)
+            self.num_cached += admission.start
         return schedule
+
+    def _preempt_forced(self, plan: Schedule) -> None:
+        """Preempt the rows that the scenario names, whatever their place in the order."""
+        self._is_forcing = True
+        super()._preempt_forced(plan)
+        self._is_forcing = False
 
     def _preempt(self, plan: Schedule, entry: Entry) -> None:
         """Record the row that a request leaves."""
+        if not self._is_forcing:
+            running = [other.request.id for other in self.running]
+            raise_if(self._order.wrong_victim(entry.request.id, running))
         self._left[entry.request.id] = (entry.row, self.ticks)
+        self.num_preempted[entry.request.id] += 1
+        self.total_preempted += 1
         super()._preempt(plan, entry)
 
     def _start(self, plan: Schedule, entry: Entry) -> bool:
         """Start a request, a preempted one in the way that it should return."""
         request_id = entry.request.id
-        if request_id not in self.preempted or request_id not in self._left:
+        if request_id not in self.preempted:
+            return self._start_new(plan, entry)
+        if request_id not in self._left:
             return super()._start(plan, entry)
         row, tick = self._left[request_id]
         wanted = self.returns.get(request_id, AT_ONCE)
@@ -202,12 +243,70 @@ class CheckedScheduler(Scheduler):
             self.free_rows = [row, *other_rows]
         if not super()._start(plan, entry):
             return False
+        self._started.append(request_id)
         ways = self.returned.setdefault(request_id, set())
         ways.add(ANOTHER_ROW if entry.row != row else AT_ONCE)
         if self.ticks > tick + 1:
             ways.add(LATER)
         del self._left[request_id]
         return True
+
+    def _start_new(self, plan: Schedule, entry: Entry) -> bool:
+        """Start a request that has nothing in host memory, with the longest cached prefix."""
+        request = entry.request
+        longest = self._longest_prefix(request)
+        state = self.cache.state
+        lacks_slots = state is not None and state.pool.available < 2
+        if not super()._start(plan, entry):
+            return False
+        self._started.append(request.id)
+        cached = entry.max_committed
+        # A snapshot is not kept where the row itself would get no slot.
+        if cached != longest and not (lacks_slots and cached == 0):
+            raise InvariantError(
+                f"request {request.id} has {cached} cached tokens, and {longest} could be resumed"
+            )
+        prefix = request.prompt_token_ids[:cached]
+        if cached and not any(_has_prefix(known, request, prefix) for known in self._begun):
+            raise InvariantError(
+                f"request {request.id} has {cached} cached tokens that no request of its salt and "
+                "adapter had"
+            )
+        self._begun.append(request)
+        return True
+
+    def _longest_prefix(self, request: Request) -> int:
+        """Return the maximum prompt tokens that the cache lets a request resume."""
+        cache = self.cache
+        if not cache.config.enable_prefix_caching or request.params.prompt_logprobs is not None:
+            return 0
+        size = cache.config.page_size
+        prompt = request.prompt_token_ids
+        fresh = CacheSeq(prompt, salt=self.cache_root(request))
+        keys = [fresh.key(page, size) for page in range((len(prompt) - 1) // size)]
+        cached = [key in cache.paged.pool.by_key or (PAGES, key) in cache.host.entries
+                  for key in keys]  # fmt: skip
+        num_pages = (*cached, False).index(False)
+        if cache.state is not None:
+            known = cache.state.pool.by_key
+            while num_pages and not (
+                keys[num_pages - 1] in known or (SLOTS, keys[num_pages - 1]) in cache.host.entries
+            ):
+                num_pages -= 1
+        return num_pages * size
+
+
+def _has_prefix(known: Request, request: Request, prefix: list[int]) -> bool:
+    """Return whether a request may have cached a prefix that another request resumes."""
+    if (known.cache_salt, known.adapter) != (request.cache_salt, request.adapter):
+        return False
+    return [*known.prompt_token_ids, *known.output_token_ids][: len(prefix)] == prefix
+
+
+def raise_if(fault: str | None) -> None:
+    """Raise InvariantError with this text, if there is one."""
+    if fault is not None:
+        raise InvariantError(fault)
 
 
 def check_snapshots(schedule: Schedule, slots: set[int]) -> None:

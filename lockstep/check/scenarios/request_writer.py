@@ -33,6 +33,8 @@ SPLITS = (513, 514, 577, 600)
 """Prompt lengths with three KV splits: the sum of two does not depend on their order."""
 SHORT = (5, 7, 10, 14)
 """Lengths of short answers."""
+PROBED = 4
+"""Tokens of a probing run after the size that an answer should reach: a stop is among them."""
 LONG = (65, 70, 100, 119)
 """Lengths of long answers: beyond page boundaries and beyond the circular history buffers."""
 CUT_REMAINDERS = (1, 2, 5, 9)
@@ -64,6 +66,13 @@ SCHEMA = {
     "required": ["age"],
     "additionalProperties": False,
 }
+ENDINGS: dict[str, type | None] = {
+    "length": None,
+    "ids": int,
+    "string": str,
+    "end of sequence": type(None),
+}
+"""Type of the stop reason of answers that end so; None where no stop is needed."""
 Params = dict[str, Any]
 
 
@@ -116,6 +125,12 @@ class Draft:
         return MAX_MODEL_LEN - len(self.prompt)
 
     @property
+    def tokens_to_reach(self) -> int:
+        """Return the minimum tokens of an answer of the planned size."""
+        page_end = PAGE - len(self.prompt) % PAGE
+        return {"past 64": PAGE + 1, "past a page end": page_end}.get(self.values["answer size"], 1)
+
+    @property
     def thinks(self) -> bool:
         """Return whether the answer begins with a thought."""
         return self.values["prompt"] in THOUGHTS
@@ -151,7 +166,7 @@ class RequestWriter:
             if not self._is_accepted(draft):
                 draft.params = before
                 draft.refused.add(name)
-        self._drop_errors(draft)
+        self._refuse_unreached(draft, self._drop_errors(draft))
         preempted = values["preempted"]
         aborted = values["aborted"]
         forced = 0
@@ -350,8 +365,8 @@ class RequestWriter:
             return False
         return True
 
-    def _drop_errors(self, draft: Draft) -> None:
-        """Drop the parameters that together leave no token at some position."""
+    def _drop_errors(self, draft: Draft) -> list[Answer]:
+        """Drop the parameters that together leave no token at some position; return the answers."""
         for feature, names in (
             ("bad words", ("bad_words", "bad_words_ids")),
             ("allowed ids", ("allowed_token_ids",)),
@@ -359,25 +374,47 @@ class RequestWriter:
             # The token that must end a thought may be a stop token that comes too early.
             ("min_tokens", ("min_tokens",)),
         ):
-            max_tokens = min(draft.params["max_tokens"], draft.max_output_tokens)
-            params = {**draft.params, "max_tokens": max_tokens}
-            answers = self.runs(draft).answers(
-                draft.prompt, SamplingParams(**params), draft.conversation
-            )
+            answers = self._answers(draft)
             if all(answer.ending[0] != "error" for answer in answers):
-                return
+                return answers
             if any(draft.params.pop(name, None) for name in names):
                 draft.refused.add(feature)
+        return self._answers(draft)
+
+    def _answers(self, draft: Draft) -> list[Answer]:
+        """Return the plain answers of the request as it is written so far."""
+        max_tokens = min(draft.params["max_tokens"], draft.max_output_tokens)
+        params = SamplingParams(**{**draft.params, "max_tokens": max_tokens})
+        return self.runs(draft).answers(draft.prompt, params, draft.conversation)
+
+    def _refuse_unreached(self, draft: Draft, answers: list[Answer]) -> None:
+        """Refuse values that the answers do not have: another value may end them before."""
+        values = draft.values
+        longest = max(len(answer.tokens) for answer in answers)
+        if longest < draft.tokens_to_reach:
+            draft.refused.add("answer size")
+        wanted = ENDINGS[values["stop"]]
+        if wanted is not None and not any(
+            answer.ending[0] == "stop" and isinstance(answer.ending[1], wanted)
+            for answer in answers
+        ):
+            draft.refused.add("stop")
+        if draft.thinks and not any(self.closing in answer.tokens for answer in answers):
+            draft.refused.add("prompt")
 
     def runs(self, draft: Draft) -> PlainRuns:
         """Return the plain runs of the request's adapter."""
         return self.plain.of(adapter_of(draft.values))
 
-    def output(self, draft: Draft, params: Params) -> Answer:
-        """Return the first completion of the plain run, without parameters that end it early."""
+    def output(self, draft: Draft, params: Params, reach: int = 1) -> Answer:
+        """Return the first completion of the plain run, without parameters that end it early.
+
+        reach: token that the completion should have, if max_tokens permits it.
+        """
         probe = {name: value for name, value in params.items() if name not in IGNORED_BY_PROBE}
-        probe["max_tokens"] = min(probe["max_tokens"], max(SHORT))
-        return self.runs(draft).answers(draft.prompt, SamplingParams(**probe, ignore_eos=True))[0]
+        probe["max_tokens"] = min(probe["max_tokens"], max(*SHORT, reach + PROBED))
+        params_of_probe = SamplingParams(**probe, ignore_eos=True)
+        return self.runs(draft).answers(draft.prompt, params_of_probe, draft.conversation)[0]
 
     def greedy_tokens(self, draft: Draft) -> list[int]:
         """Return the tokens of the greedy output, each once."""
@@ -432,6 +469,8 @@ def _allowed(writer: RequestWriter, draft: Draft) -> None:
         chosen |= set(rng.sample(range(writer.vocab), 30))
     if draft.thinks and writer.closing is not None:
         chosen.add(writer.closing)
+    if draft.values["stop"] == "end of sequence":
+        chosen |= writer.plain.llm.processor.eos_ids
     draft.params["allowed_token_ids"] = sorted(chosen)
 
 
@@ -448,7 +487,8 @@ def _bias(writer: RequestWriter, draft: Draft) -> None:
     if draft.values["stop"] == "end of sequence" and writer.is_companion:
         # Random weights hardly ever end a text.
         for token in writer.plain.llm.processor.eos_ids:
-            bias[token] = rng.choice((3.0, 6.0, 30.0))
+            # The noise of a high temperature hides a small bias.
+            bias[token] = rng.choice((4.0, 6.0, 30.0)) * max(draft.params["temperature"], 1.0)
     if bias:
         draft.params["logit_bias"] = bias
 
@@ -472,14 +512,26 @@ def _bad_words(writer: RequestWriter, draft: Draft) -> None:
     draft.params["bad_words_ids"] = [word]
 
 
+def _new_text_from(rng: random.Random, text: str, begin: int) -> int:
+    """Return where a stop string of two characters begins that the text before it lacks.
+
+    begin: first position that it may have. Any position, if the text repeats itself.
+    """
+    positions = rng.sample(range(begin, len(text) - 2), len(text) - 2 - begin)
+    new = (at for at in positions if text.index(text[at : at + 2]) == at)
+    return next(new, positions[0])
+
+
 def _stops(writer: RequestWriter, draft: Draft) -> None:
     """End the answer by tokens or a string of the output; min_tokens is near the first one."""
     rng = draft.rng
     stop = draft.values["stop"]
+    reach = draft.tokens_to_reach
     first = 0
     if stop == "ids":
-        tokens = writer.output(draft, draft.params).tokens
-        positions = [i for i in range(1, len(tokens)) if tokens[i] not in tokens[:i]]
+        tokens = writer.output(draft, draft.params, reach).tokens
+        begin = max(reach - 1, 1)
+        positions = [i for i in range(begin, len(tokens)) if tokens[i] not in tokens[:i]]
         if not positions:
             draft.refused.add("stop")
             return
@@ -488,11 +540,14 @@ def _stops(writer: RequestWriter, draft: Draft) -> None:
         draft.params["ignore_eos"] = True
         first = chosen[0]
     elif stop == "string":
-        text = writer.output(draft, draft.params).text
+        probed = writer.output(draft, draft.params, reach)
+        text = probed.text
         if len(text) <= 3:
             draft.refused.add("stop")
             return
-        begin = rng.randrange(1, len(text) - 2)
+        # Characters of the tokens before `reach`, if all tokens have equally many.
+        begin = min(len(text) * (reach - 1) // len(probed.tokens), len(text) - 4)
+        begin = _new_text_from(rng, text, max(begin, 1))
         # The other string never occurs: the search has several strings.
         absent = ["\N{SNOWMAN}"] if rng.random() < 0.4 else []
         draft.params["stop"] = [text[begin : begin + rng.randrange(2, 8)], *absent]
@@ -533,6 +588,7 @@ def _thought(writer: RequestWriter, draft: Draft) -> None:
 
 Writer = Callable[[RequestWriter, Draft], None]
 WRITERS: tuple[tuple[str, Writer], ...] = (
+    ("prompt", _thought),
     ("repetition", _penalties),
     ("count penalties", _count_penalties),
     ("top_k", _filters),
@@ -541,13 +597,12 @@ WRITERS: tuple[tuple[str, Writer], ...] = (
     ("bad words", _bad_words),
     ("stop", _stops),
     ("grammar", _grammar),
-    ("prompt", _thought),
 )
 """Writers of parameters, in the order in which they run. A later one reads the plain output under
 the parameters of earlier ones."""
 IGNORED_BY_PROBE = {
     "n", "ignore_eos", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output",
     "bad_words", "detokenize", "skip_special_tokens", "logprobs", "prompt_logprobs",
-    "structured_outputs", "thinking_token_budget",
+    "structured_outputs",
 }  # fmt: skip
 """Parameters that the probing plain run omits, so that more aims share one run."""

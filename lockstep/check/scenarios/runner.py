@@ -18,9 +18,16 @@ from lockstep.check.engines import CheckEngine, Completion
 from lockstep.check.events import FORCED, count_events
 from lockstep.check.judges.digests import LogitDigests
 from lockstep.check.judges.plain_runs import PlainRuns
-from lockstep.check.scenarios.driver import Driver, Progress
-from lockstep.check.scenarios.features import Event
-from lockstep.check.scenarios.invariants import CheckedScheduler, InvariantError, check_no_leaks
+from lockstep.check.judges.texts import wrong_scores
+from lockstep.check.scenarios.accounting import Ledger, Observed, wrong_metrics
+from lockstep.check.scenarios.driver import FAILED_STEPS, Driver, Progress
+from lockstep.check.scenarios.features import FAILURE, Event
+from lockstep.check.scenarios.invariants import (
+    CheckedScheduler,
+    InvariantError,
+    check_no_leaks,
+    raise_if,
+)
 from lockstep.check.scenarios.inventory import rows_and_units
 from lockstep.check.scenarios.scenario import Kind, Scenario, ScenarioRequest
 from lockstep.engine.engine import Engine
@@ -77,6 +84,8 @@ class ScenarioRunner:
         events: Counter[str] = Counter()
         digests = LogitDigests()
         driver = Driver(self.engine, scenario.limits, events)
+        num_warm = len(driver.scheduler.requests)
+        ledger = Ledger(self.engine.engine)
 
         def remake(ended: Progress) -> Progress:
             """Return the same completion again, which nothing disturbs."""
@@ -95,12 +104,8 @@ class ScenarioRunner:
             )
             for one in driver.all
         ]
-        for one, outcome in zip(driver.all, outcomes, strict=True):
-            metrics = outcome.answer.metrics
-            if metrics.num_accepted_tokens > metrics.num_draft_tokens:
-                raise InvariantError("more drafts were accepted than there were")
-            if metrics.num_draft_tokens and not one.request.speculate:
-                raise InvariantError("drafts were verified of a request that wants none")
+        for one in driver.all:
+            self._check_client(one)
             one.events.update(_prefix_events(scenario, one, driver.scheduler))
             events[FORCED] += one.completion.request.token_sources.count("forced")
         events.update(count_events(outcome.answer for outcome in outcomes))
@@ -109,10 +114,36 @@ class ScenarioRunner:
             host_pool = group.pool.host
             events[f"{host_pool.name} loaded from host memory"] = host_pool.num_fetched
         check_no_leaks(self.engine.engine)
+        requests = driver.scheduler.requests[num_warm:]
+        raise_if(ledger.wrong_totals(requests, bool(events[FAILED_STEPS])))
+        raise_if(_wrong_cache_totals(driver.scheduler))
         met: list[set[Event]] = [set() for _ in scenario.requests]
         for one in driver.all:
             met[one.index] |= one.events
         return ScenarioResult(outcomes, events, met)
+
+    def _check_client(self, progress: Progress) -> None:
+        """Check the metrics of a completion, and what its client got besides tokens and text.
+
+        Raises InvariantError.
+        """
+        request = progress.completion.request
+        output = progress.completion.text.output
+        cached = 0 if progress.resumed is None else progress.resumed.tokens
+        has_failed = any(name == FAILURE for name, _ in progress.events)
+        observed = Observed(request, cached, progress.num_preempted, has_failed)
+        fault = wrong_metrics(observed, self.kind.drafts)
+        fault = fault or wrong_scores(self.engine.llm.tokenizer, output)
+        wanted = progress.request.sampling().seed
+        # Seeds wrap around within 64 bits.
+        seed = (
+            request.seed if wanted is None else (wanted + progress.number + 2**63) % 2**64 - 2**63
+        )
+        identity = (progress.number, seed)
+        if fault is None and (output.index, output.seed) != identity:
+            fault = f"index and seed {(output.index, output.seed)} instead of {identity}"
+        if fault is not None:
+            raise InvariantError(f"request {request.id}: {fault}")
 
     def _install(self, scenario: Scenario) -> None:
         """Install a scheduler and a cache with the scenario's limits, and poison the memory."""
@@ -140,6 +171,8 @@ class ScenarioRunner:
             max_num_seqs=limits.rows,
         )
         self.engine.reset(cache, CheckedScheduler, **options)
+        # Its invariants are checked with those of the cache.
+        engine.scheduler.cache.log_blocks()
         slab_bytes = limits.slab_pages * plan.page_bytes or memory.SLAB_BYTES
         executor_of(engine).collective_rpc(
             partial(_resize_host_memory, host_pages=host_pages, slab_bytes=slab_bytes)
@@ -207,9 +240,9 @@ def _add_plain_tokens(
     completions: list[Completion],
     plain: PlainRuns,
 ) -> None:
-    """Force the first plain tokens of a request; predict texts like its plain outputs.
+    """Force the first plain tokens of a request; predict its plain outputs, or texts like them.
 
-    Every fourth completion has no predicted text.
+    The length of an output decides: one in four has no predicted text, one the output itself.
     """
     is_predicted = scenario.kind.drafter == prediction.METHOD
     if not (request.forced or is_predicted):
@@ -219,8 +252,10 @@ def _add_plain_tokens(
         changes: dict[str, Any] = {}
         if request.forced:
             changes["forced_token_ids"] = answer.tokens[: request.forced]
-        if is_predicted and len(answer.tokens) % 4:
-            changes["prediction"] = prediction_of(answer.tokens)
+        kind = len(answer.tokens) % 4
+        if is_predicted and kind:
+            exact = list(answer.tokens)
+            changes["prediction"] = exact if kind == 1 else prediction_of(answer.tokens)
         completion.request.params = replace(completion.request.params, **changes)
 
 
@@ -231,6 +266,18 @@ def oracle_texts(scenario: Scenario, plain: PlainRuns) -> list[list[int]]:
         for request in scenario.requests
         for answer in _plain_answers(scenario, request, plain)
     ]
+
+
+def _wrong_cache_totals(scheduler: CheckedScheduler) -> str | None:
+    """Return which total of a scenario's scheduler or cache is wrong, or None."""
+    cache = scheduler.cache
+    for name, actual, expected in (
+        ("prefix_hits_total", cache.hit_tokens, scheduler.num_cached),
+        ("preemptions_total", scheduler.preemptions, scheduler.total_preempted),
+    ):
+        if actual != expected:
+            return f"{name} is {actual} instead of {expected}"
+    return None
 
 
 def _prefix_events(

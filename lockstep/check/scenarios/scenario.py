@@ -20,7 +20,7 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.settings import path_fault
 from lockstep.worker.hooks import CheckHooks
 
-VERSION = 5
+VERSION = 6
 """Version of the file format; it changes with the fields of the classes below."""
 MAX_MODEL_LEN = 640
 """max_model_len of the engines that run scenarios."""

@@ -1,0 +1,103 @@
+"""Check of the steps that schedules plan: rows, chunks, drafts, padding, and pages to be cached."""
+
+from lockstep.cache.groups import CacheSeq
+from lockstep.cache.host_tier import Key
+from lockstep.scheduling.draft_length import FixedDraftLength
+from lockstep.scheduling.request import Request
+from lockstep.scheduling.schedule import PromptChunk, Schedule
+from lockstep.scheduling.scheduler import Scheduler
+
+
+class StepPlans:
+    """Steps of one scheduler, followed from its schedules."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self._chunk_ends: dict[str, int] = {}
+        self._cached_pages: dict[str, int] = {}
+        self._ever_cached: set[Key] = set()
+
+    def fault(self, schedule: Schedule) -> str | None:
+        """Return what is wrong with the steps of the next schedule, or None."""
+        for admission in schedule.admissions:
+            self._chunk_ends[admission.spec.id] = admission.start
+            self._cached_pages[admission.spec.id] = 0
+        fault = self._wrong_rows(schedule) or self._wrong_decode(schedule)
+        requests = {entry.row: entry.request for entry in self.scheduler.running}
+        for chunk in schedule.prompt:
+            fault = fault or self._wrong_chunk(chunk, requests[chunk.row])
+        return fault or self._uncached_page()
+
+    def _wrong_rows(self, schedule: Schedule) -> str | None:
+        """Return what is wrong with the rows and the prompt tokens of the steps, or None."""
+        scheduler = self.scheduler
+        rows = [*schedule.decode, *schedule.forced, *(chunk.row for chunk in schedule.prompt)]
+        if len(set(rows)) < len(rows):
+            return f"a row is twice in the steps of a schedule: {rows}"
+        if len(scheduler.running) > scheduler.max_num_seqs:
+            return f"{len(scheduler.running)} rows run of at most {scheduler.max_num_seqs}"
+        num_tokens = sum(chunk.length for chunk in schedule.prompt)
+        if num_tokens > scheduler.budget:
+            return f"chunks have {num_tokens} tokens of at most {scheduler.budget}"
+        for entry in scheduler.running:
+            waits = entry.in_prompt or entry.num_forced or entry.will_finish
+            if entry.row not in rows and not waits:
+                return f"row {entry.row} has a token to generate and is in no step"
+        return None
+
+    def _wrong_decode(self, schedule: Schedule) -> str | None:
+        """Return what is wrong with the padding and the drafts of a decode step, or None."""
+        scheduler = self.scheduler
+        count = len(schedule.decode)
+        if not count:
+            return None
+        buckets = [size for size in scheduler.row_buckets or () if size >= count]
+        if schedule.padded_rows != min(buckets, default=count):
+            return f"{count} rows are padded to {schedule.padded_rows}"
+        max_drafts = scheduler.query_len - 1
+        min_drafts = max_drafts if isinstance(scheduler.draft_policy, FixedDraftLength) else 0
+        if not min_drafts <= schedule.num_drafts <= max_drafts:
+            return f"{schedule.num_drafts} drafts instead of {min_drafts} to {max_drafts}"
+        return None
+
+    def _wrong_chunk(self, chunk: PromptChunk, request: Request) -> str | None:
+        """Return what is wrong with the bounds of a chunk, or None."""
+        start = self._chunk_ends[request.id]
+        end = chunk.start + chunk.length
+        self._chunk_ends[request.id] = end
+        if chunk.start != start or chunk.length < 1:
+            return f"a chunk has the tokens {chunk.start} to {end}, and {start} come before it"
+        length = len(request.prompt_token_ids)
+        if chunk.last != (end == length):
+            return f"a chunk ends at token {end} of {length}, and is the last one or not"
+        cache = self.scheduler.cache
+        if cache.state is not None and not chunk.last and end % cache.config.page_size:
+            return f"a chunk of a model with recurrent layers ends at token {end}"
+        return None
+
+    def _uncached_page(self) -> str | None:
+        """Return which full page of a row was not cached, or None.
+
+        Rows that were preempted have other pages, which are cached later.
+        """
+        cache = self.scheduler.cache
+        if not cache.config.enable_prefix_caching:
+            return None
+        size = cache.config.page_size
+        # Another row's page of the same key may have been cached first, and evicted since then.
+        self._ever_cached.update(cache.paged.pool.by_key)
+        for entry in self.scheduler.running:
+            request = entry.request
+            tokens = min(entry.max_committed, len(request.prompt_token_ids))
+            if cache.state is None and request.output_token_ids:
+                tokens = request.num_tokens - 1
+            first = self._cached_pages[request.id]
+            if request.metrics.num_preemptions or tokens // size <= first:
+                continue
+            self._cached_pages[request.id] = tokens // size
+            root = self.scheduler.cache_root(request)
+            fresh = CacheSeq(request.prompt_token_ids, request.output_token_ids, salt=root)
+            for page in range(first, tokens // size):
+                if fresh.key(page, size) not in self._ever_cached:
+                    return f"page {page} of request {request.id} is full and was not cached"
+        return None

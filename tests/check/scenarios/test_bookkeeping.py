@@ -1,0 +1,124 @@
+"""Faults that change no answer: order of service, plans of steps, cached prefixes and metrics."""
+
+from typing import Any
+
+import pytest
+
+from lockstep.cache.cache import Cache, CacheConfig
+from lockstep.cache.groups import PagedGroup
+from lockstep.check.scenarios import invariants
+from lockstep.check.scenarios.accounting import Observed, wrong_metrics
+from lockstep.check.scenarios.invariants import CheckedScheduler, InvariantError
+from lockstep.check.scenarios.service_order import ServiceOrder
+from lockstep.outputs import RequestMetrics
+from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling import scheduler as scheduler_module
+from lockstep.scheduling.request import Request
+from lockstep.scheduling.schedule import Results, RowResult
+from lockstep.scheduling.scheduler import Scheduler
+
+PROMPT = list(range(150))
+
+
+def make(**options: Any) -> CheckedScheduler:
+    cache = Cache(CacheConfig(num_pages=20, num_state_slots=0, max_num_seqs=2))
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 128, "max_model_len": 400}
+    return CheckedScheduler(cache, query_len=1, **{**sizes, **options})
+
+
+def run(scheduler: CheckedScheduler) -> None:
+    while scheduler.has_work():
+        schedule = scheduler.schedule()
+        rows = {chunk.row for chunk in schedule.prompt} | set(schedule.decode)
+        scheduler.update(schedule, Results({row: RowResult([5]) for row in rows}))
+
+
+def request(name: str, salt: str = "", **options: Any) -> Request:
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    return Request(name, PROMPT, params, cache_salt=salt, **options)
+
+
+def test_order_of_service() -> None:
+    order = ServiceOrder("priority")
+    for name, priority in (("late", 3), ("first", 0), ("second", 0)):
+        order.add(Request(name, [1], priority=priority))
+    assert order.wrong_starts(["first", "second"], ["late"]) is None
+    assert "against their keys" in str(order.wrong_starts(["second", "first"], []))
+    assert "which come before it" in str(order.wrong_starts(["second"], ["first"]))
+    assert order.wrong_victim("late", ["first", "late"]) is None
+    assert "late comes later" in str(order.wrong_victim("first", ["first", "late"]))
+
+
+def test_sound_scheduler_passes() -> None:
+    scheduler = make()
+    for name, salt in (("a", ""), ("b", "x"), ("c", "")):
+        scheduler.add(request(name, salt))
+        run(scheduler)
+    assert [scheduler.resumptions[name].tokens for name in "abc"] == [0, 0, 128]
+
+
+def test_prefix_of_another_salt_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (scheduler_module, invariants):
+        monkeypatch.setattr(module, "root_key", lambda salt, adapter="": b"")
+    scheduler = make()
+    scheduler.add(request("a"))
+    run(scheduler)
+    scheduler.add(request("b", "x"))
+    with pytest.raises(InvariantError, match="that no request of its salt"):
+        run(scheduler)
+
+
+def test_shorter_hit_and_missing_page_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    hit = PagedGroup.hit
+    with monkeypatch.context() as patch:
+        patch.setattr(PagedGroup, "hit", lambda self, seq, limit: hit(self, seq, limit - 1))
+        scheduler = make()
+        scheduler.add(request("a"))
+        run(scheduler)
+        scheduler.add(request("b"))
+        with pytest.raises(InvariantError, match="64 cached tokens, and 128 could be resumed"):
+            run(scheduler)
+    commit = PagedGroup.commit
+    monkeypatch.setattr(PagedGroup, "commit", lambda self, seq, n: commit(self, seq, n - 64))
+    scheduler = make()
+    scheduler.add(request("a"))
+    with pytest.raises(InvariantError, match="page . of request a is full and was not cached"):
+        run(scheduler)
+
+
+def test_wrong_padding_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = Scheduler._choose_drafts
+
+    def widest(self: Scheduler, plan: Any, wants_drafts: bool) -> None:
+        choose(self, plan, wants_drafts)
+        plan.padded_rows = 2
+
+    monkeypatch.setattr(Scheduler, "_choose_drafts", widest)
+    scheduler = make(row_buckets=(1, 2))
+    scheduler.add(request("a"))
+    with pytest.raises(InvariantError, match="1 rows are padded to 2"):
+        run(scheduler)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({}, None),
+        ({"num_cached_tokens": 0}, "num_cached_tokens 0 instead of 64"),
+        ({"num_preemptions": 2}, "num_preemptions 2 instead of 1"),
+        ({"num_steps": 1}, "from 1 steps"),
+        ({"num_accepted_tokens": 5}, "more drafts were accepted"),
+        ({"finished_time": None}, "it ended with the times"),
+        ({"first_token_time": 0.5}, "not in order"),
+    ],
+)
+def test_wrong_metrics(change: dict[str, Any], fault: str | None) -> None:
+    metrics = RequestMetrics(1.0, 3.0, 4.0, 64, 4, 2, 2, 1, 2.0)
+    for name, value in change.items():
+        setattr(metrics, name, value)
+    ended = Request("a", PROMPT, finish_reason="length")
+    ended.metrics = metrics
+    ended.output_token_ids = [5] * 5
+    ended.token_sources = ["plain", "draft", "draft", "bonus", "plain"]
+    actual = wrong_metrics(Observed(ended, 64, 1, has_failed=False), max_drafts=0)
+    assert actual is None if fault is None else fault in str(actual)
