@@ -7,7 +7,7 @@ import torch
 
 from lockstep.check.companions import Companions
 from lockstep.check.drafters import NO_DRAFTER, drafters_of, requested_drafter, settings_with
-from lockstep.check.engines import CheckEngine, build, build_plain
+from lockstep.check.engines import CheckEngine, Processors, build, build_plain
 from lockstep.check.judges.plain_runs import SERVED, PlainRuns
 from lockstep.check.random_adapters import RandomAdapters
 from lockstep.check.report.progress import Progress
@@ -48,6 +48,7 @@ class CheckedModel:
             # A check includes every drafter that the checkpoint supports, so auto adds none.
             self.settings["speculative_config"] = None
         self.companions = Companions(find_model(None), self.settings)
+        self.processors: Processors = {}
 
     @property
     def is_bundled(self) -> bool:
@@ -76,7 +77,7 @@ class CheckedModel:
     def plain(self) -> CheckEngine:
         """Engine of the plain runs."""
         self.progress("building the plain engine", 0, 0)
-        plain = build_plain(self.name, self.settings)
+        plain = build_plain(self.name, self.settings, self.processors)
         self.report.numerics = plain.engine.numerics
         if self.report.coverage is not None:
             self.report.coverage.record_engine(plain.engine, NO_DRAFTER)
@@ -92,7 +93,9 @@ class CheckedModel:
         """Plain runs, of an engine with adapters too that is built when needed."""
         return PlainRuns(
             self.plain,
-            lambda: build_plain(self.name, {**self.settings, **self.adapters.settings()}),
+            lambda: build_plain(
+                self.name, {**self.settings, **self.adapters.settings()}, self.processors
+            ),
             companion=self.companions.plain,
         )
 
@@ -108,7 +111,7 @@ class CheckedModel:
         else:
             settings = settings_with(kind.settings(), self.settings)
             settings |= self.adapters.settings() if kind.adapters else {}
-            engine = build(self.name, settings, kind.hooks())
+            engine = build(self.name, settings, kind.hooks(), self.processors)
         if self.report.coverage is not None:
             self.report.coverage.record_engine(engine.engine, kind.drafter)
         return engine

@@ -137,7 +137,7 @@ def _run_engine(
     done = comparison.compared
     try:
         settings = settings_with(setup.settings(), checked.settings)
-        engine = build(checked.name, settings, setup.hooks())
+        engine = build(checked.name, settings, setup.hooks(), checked.processors)
         _record_coverage(report, engine, setup, runs)
         _run_batches(engine, setup, runs, comparison, deadline)
     except Exception as error:  # an engine that breaks has not given the plain answer
@@ -209,11 +209,12 @@ class _Search:
 
         # A replayed graph calls no modules, so only an eager run can be traced.
         suspect = replace(failure.setup, graph="none")
-        plain = self.checked.plain
+        checked = self.checked
+        plain = checked.plain
         with traced(plain, is_mine) as plain_digests:
             plain.answers([case])
-        search_settings = settings_with(suspect.settings(), self.checked.settings)
-        engine = build(self.checked.name, search_settings, suspect.hooks())
+        search_settings = settings_with(suspect.settings(), checked.settings)
+        engine = build(checked.name, search_settings, suspect.hooks(), checked.processors)
         if suspect.phase == PREFIX_HIT:
             engine.cache(prefixes_to_cache(tuple(self.cases)))
         with traced(engine, is_mine) as traced_digests:

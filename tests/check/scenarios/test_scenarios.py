@@ -24,7 +24,7 @@ from lockstep.check import (
     run_check,
     run_replay,
 )
-from lockstep.check.engines import CheckEngine, build, build_plain
+from lockstep.check.engines import CheckEngine, Processors, build, build_plain
 from lockstep.check.judges.plain_runs import PlainRuns
 from lockstep.check.random_adapters import RandomAdapters
 from lockstep.check.report.report import SCENARIOS
@@ -75,21 +75,34 @@ SCENARIO = Scenario(
 
 
 @pytest.fixture(scope="module")
-def build_kind(model: str) -> Callable[[Kind], CheckEngine]:
-    return lambda kind: build(model, {"load_format": "dummy", **kind.settings()}, kind.hooks())
+def processors() -> Processors:
+    return {}
 
 
 @pytest.fixture(scope="module")
-def plain(model: str) -> PlainRuns:
+def build_kind(model: str, processors: Processors) -> Callable[[Kind], CheckEngine]:
+    shared = {"load_format": "dummy"}
+    return lambda kind: build(model, {**shared, **kind.settings()}, kind.hooks(), processors)
+
+
+@pytest.fixture(scope="module")
+def plain(model: str, processors: Processors) -> PlainRuns:
     settings = {"load_format": "dummy"}
-    engine = build_plain(model, settings)
+    engine = build_plain(model, settings, processors)
     adapters = RandomAdapters(worker_of(engine.engine).model)
-    return PlainRuns(engine, lambda: build_plain(model, {**settings, **adapters.settings()}))
+    return PlainRuns(
+        engine, lambda: build_plain(model, {**settings, **adapters.settings()}, processors)
+    )
+
+
+def generator_of(plain: PlainRuns, seed: int) -> ScenarioGenerator:
+    """Return a generator of scenarios of two requests."""
+    return ScenarioGenerator(plain, seed, DRAFTERS, ("none",), num_requests=2)
 
 
 @pytest.fixture
 def generator(plain: PlainRuns) -> ScenarioGenerator:
-    return ScenarioGenerator(plain, 1, DRAFTERS, ("none",))
+    return generator_of(plain, 1)
 
 
 def test_scenario_round_trips_through_json(tmp_path: Path, generator: ScenarioGenerator) -> None:
@@ -122,8 +135,8 @@ def test_a_malformed_scenario_file_is_refused(
 
 
 def test_same_seed_generates_same_scenarios(plain: PlainRuns, generator: ScenarioGenerator) -> None:
-    again = ScenarioGenerator(plain, 1, DRAFTERS, ("none",))
-    other = ScenarioGenerator(plain, 2, DRAFTERS, ("none",))
+    again = generator_of(plain, 1)
+    other = generator_of(plain, 2)
     first = [generator.scenario(index) for index in range(3)]
     assert [again.scenario(index) for index in range(3)] == first
     assert other.scenario(0) != first[0]
