@@ -10,6 +10,8 @@ from lockstep import LLM
 from tests.serve.live_server import MTP, SETTINGS, chat, serving
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Count to ten."}]
+LENGTH = 48
+"""Tokens of an answer."""
 
 
 @pytest.fixture(scope="module", params=["prediction", "mtp"])
@@ -20,9 +22,11 @@ def server(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
 
 
 def test_prediction_changes_counts_and_no_answer(server: SimpleNamespace) -> None:
-    plain = chat(server, MESSAGES, extra_body={"ignore_eos": True, "speculate": False})
+    whole: Any = {"max_tokens": LENGTH, "extra_body": {"ignore_eos": True}}
+    unspeculated = {"ignore_eos": True, "speculate": False}
+    plain = chat(server, MESSAGES, max_tokens=LENGTH, extra_body=unspeculated)
     text = plain.choices[0].message.content
-    assert plain.usage.completion_tokens == 80
+    assert plain.usage.completion_tokens == LENGTH
     half = len(text) // 2
     parts = [{"type": "text", "text": text[:half]}, {"type": "text", "text": text[half:]}]
     for content in (text, parts):
@@ -30,12 +34,12 @@ def test_prediction_changes_counts_and_no_answer(server: SimpleNamespace) -> Non
             server,
             MESSAGES,
             prediction={"type": "content", "content": content},
-            extra_body={"ignore_eos": True},
+            **whole,
         )
         assert done.choices[0].message.content == text
         details = done.usage.completion_tokens_details
         if server.service.drafts_predictions:
-            assert details.accepted_prediction_tokens > 40
+            assert details.accepted_prediction_tokens > LENGTH // 2
             assert details.rejected_prediction_tokens < details.accepted_prediction_tokens
         else:
             assert details.accepted_prediction_tokens == 0
@@ -44,7 +48,7 @@ def test_prediction_changes_counts_and_no_answer(server: SimpleNamespace) -> Non
         server,
         MESSAGES,
         prediction={"type": "content", "content": "Nothing of this is in the answer."},
-        extra_body={"ignore_eos": True},
+        **whole,
         stream=True,
         stream_options={"include_usage": True},
     )
