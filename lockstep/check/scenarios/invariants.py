@@ -208,10 +208,10 @@ class CheckedScheduler(Scheduler):
             self.num_cached += admission.start
         return schedule
 
-    def _preempt_forced(self, plan: Schedule) -> None:
+    def _preempt_for_tests(self, plan: Schedule) -> None:
         """Preempt the rows that the scenario names, whatever their place in the order."""
         self._is_forcing = True
-        super()._preempt_forced(plan)
+        super()._preempt_for_tests(plan)
         self._is_forcing = False
 
     def _preempt(self, plan: Schedule, entry: Entry) -> None:
@@ -282,7 +282,7 @@ class CheckedScheduler(Scheduler):
             return 0
         size = cache.config.page_size
         prompt = request.prompt_token_ids
-        fresh = CacheSeq(prompt, salt=self.cache_root(request))
+        fresh = CacheSeq(prompt, root=self.cache_root(request))
         keys = [fresh.key(page, size) for page in range((len(prompt) - 1) // size)]
         cached = [key in cache.paged.pool.by_key or (PAGES, key) in cache.host.entries
                   for key in keys]  # fmt: skip

@@ -96,7 +96,7 @@ class StepPlans:
                 continue
             self._cached_pages[request.id] = tokens // size
             root = self.scheduler.cache_root(request)
-            fresh = CacheSeq(request.prompt_token_ids, request.output_token_ids, salt=root)
+            fresh = CacheSeq(request.prompt_token_ids, request.output_token_ids, root=root)
             for page in range(first, tokens // size):
                 if fresh.key(page, size) not in self._ever_cached:
                     return f"page {page} of request {request.id} is full and was not cached"
