@@ -1,7 +1,7 @@
 """Judge of a completion's text, which the tokenizers library decodes from all tokens at once.
 
 The engine decodes token by token and holds back what may become a stop string. This judge has all
-tokens, so it needs none of that code.
+tokens, so it shares no code with the engine.
 """
 
 import math

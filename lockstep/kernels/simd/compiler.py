@@ -18,7 +18,8 @@ INLINED = ("simd/*.py", "*/numba_kernels.py", "gated_delta_rule/reference.py")
 def inline(function):
     """Compile a function that kernels call. It becomes a part of their machine code.
 
-    Without entries for callers in Python and C, which take a fifth of a kernel's compilation.
+    It has no entries for callers in Python and C. Without those of its functions, linear_f32 takes
+    3.0 s of CPU time to compile, and 3.8 s with them.
     """
     return njit(function, no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)
 

@@ -327,8 +327,8 @@ def test_plain_runs_are_cached_and_judged(
     assert plain.fault_of((1, 2, 3), params) is None
     assert [len(a.digests) for a in first] == [len(a.tokens) for a in first]
     monkeypatch.setattr(
-        "lockstep.kernels.sampling.reference.gumbel",
-        lambda seed, positions, ids: np.float32(0) * ids,
+        "lockstep.kernels.sampling.reference._to_gumbel",
+        lambda numbers: np.float32(0) * numbers,
     )
     fault = plain.fault_of((1, 2, 4), params)
     assert fault is not None and "is not the one that the logits and parameters give" in fault.what
