@@ -92,6 +92,16 @@ class TokenContext:
             return {self.thought.closing} if is_used_up else None
         return None if self.choices is None else self.choices.next_tokens(content, self.eos_ids)
 
+    def forbidden_ends(self) -> frozenset[int]:
+        """Return the end-of-sequence ids that are forbidden inside of a thought.
+
+        Where the content needs a form, an answer that ends there would lack it.
+        """
+        if self.content is not None or not (self.choices or self.has_unknown_form):
+            return frozenset()
+        may_be_empty = self.choices is not None and b"" in self.choices.texts
+        return frozenset() if may_be_empty else self.eos_ids
+
 
 def masked_logits(raw: Floats, context: TokenContext, params: SamplingParams) -> Floats:
     """Apply choices, bias, bad words, min_tokens and penalties to raw logits [V], in this order."""
@@ -101,6 +111,7 @@ def masked_logits(raw: Floats, context: TokenContext, params: SamplingParams) ->
         chosen = np.full_like(logits, -np.inf)
         chosen[list(permitted)] = 0.0
         logits = logits + chosen
+    logits[list(context.forbidden_ends())] = -np.inf
     if params.allowed_token_ids is not None:
         allowed = np.full_like(logits, -np.inf)
         allowed[list(params.allowed_token_ids)] = 0.0
@@ -206,7 +217,9 @@ def wrong_token(
     raw: Floats, token: int, context: TokenContext, params: SamplingParams, seed: int
 ) -> str | None:
     """Return what is wrong with a token at this position, or None."""
-    if context.has_unknown_form and context.content is not None:
+    # An unknown form may allow an empty content, so that the answer may end inside of the thought.
+    ends_thought = context.content is None and token in context.eos_ids
+    if context.has_unknown_form and (context.content is not None or ends_thought):
         return None
     gap = relative_gap(raw, token, context, params, seed)
     if gap <= SCORE_TOLERANCE:

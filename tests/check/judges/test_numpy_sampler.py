@@ -117,3 +117,20 @@ def test_logprobs() -> None:
         {**{t: entry[t] for t in order[:2]}, last: (float(scores[last]), V)},
     ):
         assert numpy_sampler.wrong_logprobs(RAW, order[0], wrong, 3) is not None
+
+
+@pytest.mark.parametrize(
+    ("texts", "has_unknown_form", "forbids"),
+    [((b"a",), False, True), ((b"a", b""), False, False), (None, True, True), (None, False, False)],
+)
+def test_answers_with_a_form_do_not_end_in_their_thought(
+    texts: tuple[bytes, ...] | None, has_unknown_form: bool, forbids: bool
+) -> None:
+    choices = None if texts is None else numpy_sampler.Choices(texts, (b"a", b"b", b"", b""))
+    thought = numpy_sampler.Thought(closing=2)
+    context = numpy_sampler.TokenContext(
+        (0,), (1,), frozenset({3}), choices, thought, has_unknown_form
+    )
+    raw = np.array([0.0, 1.0, 2.0, 9.0])
+    params = SamplingParams(temperature=0.0)
+    assert (numpy_sampler.wrong_token(raw, 2, context, params, 0) is None) == forbids
