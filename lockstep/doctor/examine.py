@@ -349,7 +349,7 @@ class Examiner:
         """Compare the bits of calls that run during products and copies of a second stream.
 
         Half of the calls are on a stream of high priority: the op's other streams, which have a
-        normal one, then fall behind.
+        normal one, then run late.
         """
         self._begin("load", case)
         default = torch.cuda.current_stream()

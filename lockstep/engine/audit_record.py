@@ -16,8 +16,9 @@ from lockstep.scheduling.request import Request
 
 VERSION = 1
 """Version of the file format; it changes with the fields of the class below."""
-PREFIX, SUFFIX = "lockstep-audit-", ".json"
-"""Ends of the name of a record's file."""
+PREFIX = "lockstep-audit-"
+"""Start of the name of a record's file."""
+SUFFIX = ".json"
 LEFT_OUT = ("audit", "kv_events_config", "nnodes", "node_rank", "master_addr", "master_port")
 """Settings that a replay leaves out: no answer depends on them, and they need other hosts."""
 

@@ -77,7 +77,7 @@ class Stats:
     MAX_VALUES = 10_000
 
     def observe(self, name: str, value: Any) -> None:
-        """Append to a histogram list. Where nobody drains it, the oldest values are dropped."""
+        """Append to a histogram list. Without a reader, the oldest values are dropped."""
         values = getattr(self, name)
         values.append(value)
         if len(values) > self.MAX_VALUES:

@@ -79,7 +79,8 @@ class Weight(nn.Module):
         self.prepacked: PrepackedWeight | None = None
         if isinstance(existing, Weight):
             self.shared = (existing,)
-            self.weight, self.quantized = existing.weight, existing.quantized
+            self.weight = existing.weight
+            self.quantized = existing.quantized
         else:
             self.weight = existing
         self.load_buffers: dict[int, QuantizedWeight] = {}

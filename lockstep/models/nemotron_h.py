@@ -229,10 +229,10 @@ def _agreed_kinds(c: ConfigReader, names: tuple[str, ...]) -> tuple[str, tuple[s
     Raises:
         CheckpointError: another setting names other types.
     """
-    first, *others = [name for name in names if c.raw.get(name) is not None] or names[:1]
+    first, *aliases = [name for name in names if c.raw.get(name) is not None] or names[:1]
     kinds = _kinds_of(c, first)
-    for other in others:
-        c.need(_kinds_of(c, other) == kinds, other, f"the blocks of {first}")
+    for alias in aliases:
+        c.need(_kinds_of(c, alias) == kinds, alias, f"the blocks of {first}")
     return first, kinds
 
 

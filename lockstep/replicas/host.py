@@ -130,7 +130,7 @@ class ReplicaHost:
 
         A caller that cancels the iterator aborts the call.
 
-        Raises EngineDeadError where the engine has ended, or nobody reads the client's reports.
+        Raises EngineDeadError where the engine has ended, or the client does not read its reports.
         """
         self.check()
         if call.client not in self._outboxes:

@@ -239,7 +239,9 @@ def test_nvfp4_launches_do_not_synchronize() -> None:
     weight = Fp4Weight.empty(4, 128)
     weight.fill_dummy(torch.Generator().manual_seed(0))
     product = Gemm(BuildContext("cpu", torch.bfloat16, 1, 1), 128, [(None, 4)])
-    product.weight, product.quantized, product.prepack = None, weight, None
+    product.weight = None
+    product.quantized = weight
+    product.prepack = None
     product.finish()
     weight.factors.fill_(float("nan"))
     assert "has_split_factors" in vars(weight)

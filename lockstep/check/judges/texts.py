@@ -1,6 +1,6 @@
 """Judge of a completion's text, which the tokenizers library decodes from all tokens at once.
 
-The engine decodes token by token and holds back what may become a stop string. This judge has all
+The engine decodes token by token and delays text that may begin a stop string. This judge has all
 tokens, so it shares no code with the engine.
 """
 

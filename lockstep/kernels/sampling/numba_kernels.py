@@ -40,13 +40,13 @@ def find_best(scores, indices, tops, rows, count):
     """Write index and value of the largest of each row's scores; NaN counts as largest."""
     for r in range(rows):
         x = scores + r * count * 4
-        whole = count // LANES * LANES
+        vector_end = count // LANES * LANES
         best = LOWEST
         block = 0
         nans = zeros()
-        for begin in range(0, whole, BLOCK):
+        for begin in range(0, vector_end, BLOCK):
             top = splat(LOWEST)
-            for i in range(begin, min(begin + BLOCK, whole), LANES):
+            for i in range(begin, min(begin + BLOCK, vector_end), LANES):
                 value = vload(F32, x, i)
                 top = vmax(top, value)
                 # 0, or NaN of a NaN, since both functions keep the NaN of their first argument.
@@ -56,12 +56,12 @@ def find_best(scores, indices, tops, rows, count):
                 best = block_top
                 block = begin
         has_nan = np.isnan(sum_lanes(nans))
-        for i in range(whole, count):
+        for i in range(vector_end, count):
             value = load(F32, x, i)
             has_nan = has_nan or np.isnan(value)
             if value > best:
                 best = value
-                block = whole
+                block = vector_end
         index = block
         if has_nan:
             index = _first_nan(x, count)
