@@ -2,30 +2,15 @@
 torch.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from lockstep.kernels.backends import numba_trait
-from lockstep.kernels.sampling import LogitShard, SamplingState, numba_kernels, sample
+from lockstep.kernels.sampling import numba_kernels, sample
 from lockstep.kernels.sampling.reference import position_keys, sample_by
 from lockstep.kernels.simd.strides import address
-
-
-@sample.backend("cpu", supports=numba_trait)
-def sample_cpu(
-    logits: Tensor,
-    positions: Tensor,
-    drafts: Tensor,
-    row_ids: Tensor,
-    history: Tensor,
-    state: SamplingState,
-    ids: Tensor | None = None,
-    allowed: Tensor | None = None,
-    shard: LogitShard | None = None,
-) -> Tensor:
-    """See lockstep.kernels.sampling.sample."""
-    arguments = (logits, positions, drafts, row_ids, history, state, ids, allowed, shard)
-    return sample_by(_find_best, _uniform, *arguments)
 
 
 def _find_best(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,3 +33,6 @@ def _uniform(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     for key, line in zip(position_keys(seed, positions), out, strict=True):
         numba_kernels.uniform(key, ids_address, line.data_ptr(), len(ids))
     return out
+
+
+sample.backend("cpu", supports=numba_trait)(partial(sample_by, _find_best, _uniform))
