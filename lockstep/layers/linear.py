@@ -212,12 +212,15 @@ class Gemm(Weight):
         The plain copy is dropped unless another module reads it.
         """
         super().finish()
-        if self.prepack is None:
+        if self.quantized is not None and self.shared:
+            # The layer that has loaded the weight is finished, and may have prepacked it.
+            (owner,) = self.shared
+            self.prepacked = owner.prepacked
+            self.quantized = owner.quantized
+        elif self.prepack is None:
             return
-        if self.quantized is not None:
-            # A weight that is shared was prepacked by the layer that has loaded it.
-            prepacked = [weight.prepacked for weight in self.shared]
-            self.prepacked = prepacked[0] if prepacked else self.prepack(self.quantized)
+        elif self.quantized is not None:
+            self.prepacked = self.prepack(self.quantized)
             self.quantized = None
         elif self.weight is not None:
             self.prepacked = self.prepack(self.weight.data)

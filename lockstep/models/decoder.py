@@ -20,6 +20,9 @@ from lockstep.models.config_reader import MAX_LAYERS, ConfigReader
 from lockstep.models.rope import Rope, read_rope
 from lockstep.step import StepContext
 
+UNUSED_WINDOW = dict.fromkeys(("sliding_window", "max_window_layers"), "use_sliding_window is off")
+"""Settings that may be ignored after read_attention_layers(), each with the reason."""
+
 
 @dataclass(frozen=True)
 class StackConfig:
@@ -84,10 +87,6 @@ def read_common(
         rope=read_rope(c, head_dim, partial, theta),
         tied=c.get("tie_word_embeddings", bool, False),
     )
-
-
-UNUSED_WINDOW = dict.fromkeys(("sliding_window", "max_window_layers"), "use_sliding_window is off")
-"""Settings that may be ignored after read_attention_layers(), each with the reason."""
 
 
 def read_attention_layers(c: ConfigReader) -> int:

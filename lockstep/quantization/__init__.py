@@ -87,7 +87,7 @@ def read_weight_format(
             "weights without static activation scales. Leave the setting out, serve such a "
             "checkpoint, or quantize a plain one with quantization='fp8'."
         )
-    weight_format.quantize_activations()
+    weight_format.quantizes_activations = True
     return weight_format
 
 

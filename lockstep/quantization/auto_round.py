@@ -81,7 +81,7 @@ class AutoRound(IntWeightFormat):
             note = (
                 f"{SETTINGS_PREFIX}act_bits={act_bits} is not followed: activations are not rounded"
             )
-            self.notes = (note,)
+            self.activation_notes = (note,)
         self.blocks = c.names("block_name_to_quantize") or c.names("to_quant_block_names")
         self.extra: dict[str, Scheme | None] = {}
         self.patterns: list[tuple[str, NamePattern, Scheme | None]] = []

@@ -151,7 +151,7 @@ class CompressedTensors(StoredWeightFormat):
         groups = [group(name, part, self.format) for name, part in parts.items()]
         self.groups = [group for group in groups if group is not None]
         self.activation_notes = tuple(activation_notes(parts))
-        self.notes = (*self.activation_notes, *kv_notes(settings))
+        self.other_notes = tuple(kv_notes(settings))
         self.static = static_activations(parts, self.groups)
         self.other_kv = non_fp8_kv_setting(settings)
 

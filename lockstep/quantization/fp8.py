@@ -67,7 +67,7 @@ class Fp8(StoredWeightFormat):
             if block is None
             else Fp8Storage("weight_scale_inv", ("block",))
         )
-        self.activation_notes = self.notes = (
+        self.activation_notes = (
             f"{SETTINGS_PREFIX}activation_scheme={self.scheme!r} is not followed: "
             "activations are not rounded",
         )

@@ -103,7 +103,7 @@ class ModelOpt(StoredWeightFormat):
         # The tool repeats in config_groups what quant_algo says of the weights.
         settings.ignore("config_groups")
         self.activation_notes = (ACTIVATION_NOTE,)
-        self.notes = (ACTIVATION_NOTE, *kv_notes(settings))
+        self.other_notes = tuple(kv_notes(settings))
         self.other_kv = non_fp8_kv_setting(settings)
 
     def activation_refusal(self) -> str | None:

@@ -121,24 +121,25 @@ class WeightFormat(ABC):
 
     name: the format's name in numerics. quantizes_activations: whether the user chose to quantize
     the activations of its e4m3 weights to e4m3. unused: last parts of tensor names that may occur
-    and are not read. notes: settings that are not followed, one line each. activation_notes: those
-    of them that hold only while activations are not quantized. other_kv: the setting that says that
-    the static KV scales are of another format than fp8, None if they are fp8. reader_dequantizes:
-    whether the checkpoint's reader dequantizes a tensor for a plain weight.
+    and are not read. activation_notes: settings that are not followed while activations are not
+    quantized, one line each. other_notes: settings that are never followed. other_kv: the setting
+    that says that the static KV scales are of another format than fp8, None if they are fp8.
+    reader_dequantizes: whether the checkpoint's reader dequantizes a tensor for a plain weight.
     """
 
     name: str
     quantizes_activations: bool = False
     unused: frozenset[str] = frozenset()
-    notes: tuple[str, ...] = ()
     activation_notes: tuple[str, ...] = ()
+    other_notes: tuple[str, ...] = ()
     other_kv: str | None = None
     reader_dequantizes: bool = False
 
-    def quantize_activations(self) -> None:
-        """Quantize the activations of e4m3 weights, which activation_refusal() allows."""
-        self.quantizes_activations = True
-        self.notes = tuple(note for note in self.notes if note not in self.activation_notes)
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Settings that are not followed, one line each."""
+        of_activations = () if self.quantizes_activations else self.activation_notes
+        return (*of_activations, *self.other_notes)
 
     def activation_refusal(self) -> str | None:
         """Return why activations cannot be quantized to e4m3, as a sentence's end; None if they

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,14 @@ import torch
 
 pytest.importorskip("numba")
 
+from lockstep.kernels import Op
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
+from lockstep.kernels.backends import load, load_cases
+from lockstep.kernels.drafting import mtp_inputs, next_draft_step, ngram_lookup
 from lockstep.kernels.formats.weights import IntWeight
 from lockstep.kernels.formats.weights.cases import random_weights
+from lockstep.kernels.gated_delta_rule import gated_delta_step
 from lockstep.kernels.linear import linear
 from lockstep.kernels.linear.numba import linear_numba
 from lockstep.kernels.linear.prepacked import fits_tiles
@@ -20,6 +25,7 @@ from lockstep.kernels.linear.tiled import TiledQuantizedWeight, TiledWeight
 from lockstep.kernels.sampling import cpu as sampling_cpu
 from lockstep.kernels.sampling.reference import _best, uniform
 from lockstep.kernels.simd import compiler, functions, vectors
+from lockstep.kernels.step_metadata import advance_rows, prepare_step
 from tests.forked_processes import ForkedProgram
 from tests.kernels.backends import same_bits
 from tests.kernels.test_prepacked import DTYPES, SHAPES, wide_range_rows
@@ -162,6 +168,37 @@ def test_uniform_numbers_equal_torch() -> None:
     for seed in (0, -1, 1 << 40, 12345):
         arguments = (torch.tensor([seed]), positions, ids)
         assert torch.equal(sampling_cpu._uniform(*arguments), uniform(*arguments)), seed
+
+
+@pytest.mark.parametrize(
+    "op",
+    [mtp_inputs, next_draft_step, ngram_lookup, prepare_step, advance_rows, gated_delta_step],
+    ids=lambda op: op.name,
+)
+def test_kernels_of_addresses_refuse_integers_of_another_width(op: Op) -> None:
+    """They would read other numbers, and write out of bounds."""
+    load()
+    run = op.backends[op.choose(device="cpu")].run
+    other = {torch.int32: torch.int64, torch.int64: torch.int32}
+    _, arguments = next(iter(load_cases(op)(torch.float32)))
+    numbers = {
+        name: x.to(other[x.dtype])
+        for name, x in arguments.items()
+        if isinstance(x, torch.Tensor) and x.dtype in other
+    }
+    assert numbers
+    for name, x in numbers.items():
+        with pytest.raises(AssertionError, match=str(x.dtype)):
+            run(**arguments | {name: x})
+
+
+def test_row_tables_are_of_the_widths_that_kernels_read() -> None:
+    load()
+    _, arguments = next(iter(load_cases(prepare_step)(torch.float32)))
+    table = arguments["table"]
+    for name, x in vars(table).items():
+        with pytest.raises(AssertionError, match=name):
+            replace(table, **{name: x.to(torch.int16)})
 
 
 def test_thread_count_changes_no_bit() -> None:

@@ -280,6 +280,32 @@ def test_quantized_head_of_a_drafter_has_the_storage_of_the_target(
     assert torch.equal(shared(x), head(x))
 
 
+def test_head_of_a_drafter_has_the_widened_codes_of_the_target() -> None:
+    """It would dequantize the whole weight for every draft."""
+    load()
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    weight_format = read_weight_format(settings, None, "fp8")
+    tensors = {
+        "lm_head": {
+            "weight": TensorInfo("lm_head.weight", (48, 64), "F8_E4M3"),
+            "weight_scale_inv": TensorInfo("lm_head.weight_scale_inv", (1, 1), "F32"),
+        }
+    }
+    build = BuildContext(
+        "cpu", torch.float32, 1, 1, weight_format=weight_format, tensors=tensors, prefixes=("",)
+    )
+    head = Head(build, 48, 64)
+    assert head.quantized is not None
+    head.quantized.fill_dummy(torch.Generator().manual_seed(0))
+    drafts = build.at("draft")
+    drafts.exact = False
+    shared = Head(drafts, 48, 64, head)
+    finish(head, shared)
+    assert head.prepacked is not None and shared.prepacked is head.prepacked
+    x = torch.randn(3, 64)
+    assert torch.equal(shared(x), head(x))
+
+
 def test_tied_quantized_head_fills_the_embedding(gguf_build: BuildContext) -> None:
     """It loads the embedding's tensor, and keeps it quantized."""
     embedding = Embedding(gguf_build, 48, 64)

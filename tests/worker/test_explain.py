@@ -67,8 +67,8 @@ def test_products_with_fp8_activations_are_explained(folder: Path) -> None:
         model=str(folder), load_format="dummy", quantization="fp8", activation_dtype="fp8"
     )
     explained = explain_absent(config, "sm_90", 24 * 10**9)
-    backends = {one["backend"] for one in explained["layers"] if one["op"] == "fp8_linear"}
-    tiles = [one["tile"] for one in explained["tiles"] if one["op"] == "fp8_linear"]
+    backends = {entry["backend"] for entry in explained["layers"] if entry["op"] == "fp8_linear"}
+    tiles = [entry["tile"] for entry in explained["tiles"] if entry["op"] == "fp8_linear"]
     assert backends == {"triton"}
     assert len({tile["m"] for tile in tiles}) > 1, "tiles follow the number of tokens"
 

@@ -148,7 +148,7 @@ def test_notes_name_choice_and_gain_of_more_memory() -> None:
     assert len(plans.plan(200 * GB).notes) == 1
 
 
-def test_why_not_names_missing_bytes() -> None:
+def test_shortage_reason_names_missing_bytes() -> None:
     plan = planner().plan(20 * GB)
     message = shortage_reason(plan)
     assert f"{plan.needed / GB:.2f} GB are needed (weights 19.00 GB" in message

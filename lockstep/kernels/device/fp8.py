@@ -10,6 +10,8 @@ SIGN_BIT = tl.constexpr(0x80)
 NAN_BITS = tl.constexpr(0x7F)
 MAX_E4M3_BITS = tl.constexpr(0x43E00000)
 """Bits of 448 in fp32: the largest number of e4m3fn."""
+MAX_E5M2_BITS = tl.constexpr(0x47600000)
+"""Bits of 57,344 in fp32: the largest finite number of e5m2."""
 
 
 @triton.jit

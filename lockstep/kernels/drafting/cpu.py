@@ -11,6 +11,7 @@ from lockstep.kernels.drafting import (
     ngram_lookup,
     numba_kernels,
 )
+from lockstep.kernels.simd.strides import address, address_of_rows
 
 
 @mtp_inputs.backend("cpu", supports=numba_trait)
@@ -30,9 +31,10 @@ def mtp_inputs_cpu(
     last = torch.empty(rows, dtype=torch.int64)
     sample_at = torch.empty(rows, 1, dtype=torch.int64)
     numba_kernels.mtp_inputs(
-        history.data_ptr(), row_ids.data_ptr(), token_rows.data_ptr(), positions.data_ptr(),
-        cu_seqlens.data_ptr(), accepted.data_ptr(), next_tokens.data_ptr(), last.data_ptr(),
-        sample_at.data_ptr(), rows, tokens, window, history.shape[1],
+        *(address(x, torch.int64) for x in (history, row_ids, token_rows, positions)),
+        *(address(x, torch.int32) for x in (cu_seqlens, accepted)),
+        *(x.data_ptr() for x in (next_tokens, last, sample_at)),
+        rows, tokens, window, history.shape[1],
     )  # fmt: skip
     return next_tokens, last, sample_at
 
@@ -55,19 +57,21 @@ def next_draft_step_cpu(
     int_sizes = (rows, rows, rows, rows + 1)
     longs = torch.empty(5 * rows, dtype=torch.int64).split(rows)
     ints = torch.empty(sum(int_sizes), dtype=torch.int32).split(int_sizes)
+    drafts_address, stride = address_of_rows(drafts, torch.int64)
     numba_kernels.next_draft_step(
-        computed.data_ptr(), folded.data_ptr(), drafts.data_ptr(), row_ids.data_ptr(),
-        tokens.data_ptr(), page_table.data_ptr(), *(x.data_ptr() for x in (*longs, *ints)),
-        rows, drafts.stride(0), page_table.shape[1], index, shift, page_size,
+        address(computed, torch.int32), address(folded, torch.int32), drafts_address,
+        address(row_ids, torch.int64), address(tokens, torch.int64),
+        address(page_table, torch.int32), *(x.data_ptr() for x in (*longs, *ints)),
+        rows, stride, page_table.shape[1], index, shift, page_size,
     )  # fmt: skip
     token_ids, positions, slot_mapping, token_rows, sample_at = longs
-    starts, folded, seq_lens, cu_seqlens = ints
+    starts, row_folded, seq_lens, cu_seqlens = ints
     return DraftTensors(
         token_ids=token_ids,
         positions=positions,
         slot_mapping=slot_mapping,
         starts=starts,
-        folded=folded,
+        folded=row_folded,
         seq_lens=seq_lens,
         cu_seqlens=cu_seqlens,
         token_rows=token_rows,
@@ -87,8 +91,10 @@ def ngram_lookup_cpu(
     max_n: int,
 ) -> None:
     """See lockstep.kernels.drafting.ngram_lookup."""
+    drafts_address, stride = address_of_rows(drafts, torch.int64)
     numba_kernels.ngram_lookup(
-        history.data_ptr(), computed.data_ptr(), texts.data_ptr(), oldest.data_ptr(),
-        drafts.data_ptr(), row_ids.data_ptr(), len(row_ids), history.shape[1], len(texts),
-        drafts.stride(0), drafts.shape[1], min_n, max_n,
+        address(history, torch.int64), address(computed, torch.int32),
+        address(texts, torch.int64), address(oldest, torch.int64), drafts_address,
+        address(row_ids, torch.int64), len(row_ids), history.shape[1], len(texts), stride,
+        drafts.shape[1], min_n, max_n,
     )  # fmt: skip

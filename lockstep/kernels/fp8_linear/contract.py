@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.kernels.formats.weights import K_BLOCK, Fp8Weight, pack_codes, unpack_codes
+from lockstep.kernels.formats.weights import K_BLOCK, Fp8Weight, pack_codes
 from lockstep.kernels.formats.weights.fp8 import e4m3_values
 from lockstep.kernels.formats.weights.quantize import MAX_E4M3
 from lockstep.kernels.linear import partition_length, tree_sum, write_out
@@ -36,24 +36,24 @@ def quantize_rows(x: Tensor, block_k: int) -> tuple[Tensor, Tensor]:
 
     Args:
         x: [T, K], its last stride 1.
-        block_k: columns that share a scale: a multiple of K_BLOCK, or K or more for one scale per
-            row.
+        block_k: columns that share a scale: K_BLOCK, or K or more for one scale per row.
 
     Returns: (words [T, words_per_row(K, 8)] int32, scales [T, ceil(K / block_k)] fp32). Codes are
         in the order of pack_codes, as those of an Fp8Weight, and are 0 past column K.
     """
+    codes, scales = row_codes(x, block_k)
+    return pack_codes(codes, 8), scales
+
+
+def row_codes(x: Tensor, block_k: int) -> tuple[Tensor, Tensor]:
+    """Return the codes [T, K] uint8 and the scales of quantize_rows."""
     rows, k = x.shape
     blocks = -(-k // block_k)
     padded = F.pad(x.float(), (0, blocks * block_k - k)).reshape(rows, blocks, block_k)
     scales = (padded.abs().amax(2) / MAX_E4M3).clamp(min=MIN_SCALE)
     scaled = (padded / scales[..., None]).reshape(rows, blocks * block_k)[:, :k]
     codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
-    return pack_codes(codes.where(~scaled.isnan(), NAN_CODE), 8), scales
-
-
-def code_values(words: Tensor, k: int) -> Tensor:
-    """Return the values [R, k] fp64 of codes in words [R, W], without scales."""
-    return e4m3_values(unpack_codes(words, 8, k)).double()
+    return codes.where(~scaled.isnan(), NAN_CODE), scales
 
 
 @op(needed_for="FP8 activations")
@@ -66,11 +66,11 @@ def fp8_linear(
 ) -> Tensor:
     """Compute x W^T [T, N] of x's dtype, where x is quantized by quantize_rows.
 
-    Activations have one scale per row, or one per weight.block_k columns, like the weight.
+    Activations have one scale per row or per block of 128 columns, like the weight.
 
         block of 128 columns: d = sum of code * code, on a CPU exact and rounded once to fp32
         a scale per row:      partition = ((d0 + d1) + d2 ...) * x_scale * w_scale
-        a scale per block_k:  partition = d0 * x_scale * w_scale + d1 * x_scale * w_scale ...
+        a scale per block:    partition = d0 * x_scale * w_scale + d1 * x_scale * w_scale ...
         y:                    partitions added pairwise, as a binary tree; rounded once
 
     All of it is fp32, from left to right, without FMA, and blocks are in ascending order. On a GPU
@@ -80,7 +80,7 @@ def fp8_linear(
 
     Args:
         x: [T, K], its last stride 1.
-        weight: [N, K] with block_k a multiple of K_BLOCK, or K or more; or prepacked for a CPU.
+        weight: [N, K] with block_k of K_BLOCK, or of K or more; or prepacked for a CPU.
         split_k: number of split-K partitions; above 1, partition_length is a multiple of K_BLOCK.
             See lockstep.kernels.linear.choose_split_k.
         allow_partials, out: see lockstep.kernels.linear.linear.
@@ -88,10 +88,10 @@ def fp8_linear(
     if isinstance(weight, PrepackedWeight):
         return write_out(weight.define(x), out)
     k = weight.k
-    words, x_scales = quantize_rows(x, weight.block_k)
+    codes, x_scales = row_codes(x, weight.block_k)
     w_scales = weight.with_row_scales().scales
-    x_values = code_values(words, k)
-    w_values = code_values(weight.words, k)
+    x_values = e4m3_values(codes).double()
+    w_values = e4m3_values(weight.codes()).double()
     length = partition_length(k, split_k)
     partials = []
     for first in range(0, k, length):
@@ -101,7 +101,7 @@ def fp8_linear(
             # Products are multiples of 2^-18 below 2^18, so sums of 128 of them are exact in fp64.
             d = (x_values[:, columns] @ w_values[:, columns].t()).float()
             if weight.block_k < k:
-                index = begin // weight.block_k
+                index = begin // K_BLOCK
                 d = d * x_scales[:, index, None] * w_scales[:, index]
             partition = partition + d
         if weight.block_k >= k:

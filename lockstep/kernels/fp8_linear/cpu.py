@@ -4,11 +4,13 @@ So neither the library, its threads nor the number of rows changes a bit, and ro
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.kernels.backends import cpu_trait
 from lockstep.kernels.formats.weights import K_BLOCK, Fp8Weight
-from lockstep.kernels.fp8_linear import code_values, fp8_linear, quantize_rows
+from lockstep.kernels.formats.weights.fp8 import e4m3_values
+from lockstep.kernels.fp8_linear import fp8_linear, row_codes
 from lockstep.kernels.linear import partition_length, tree_sum, write_out
 from lockstep.kernels.linear.prepacked import PrepackedWeight
 
@@ -27,9 +29,7 @@ class WideFp8Weight(PrepackedWeight):
         super().__init__(weight.shape, dtype)
         self.weight = weight
         self.split_k = split_k
-        padded = K_BLOCK * -(-weight.k // K_BLOCK)
-        values = code_values(weight.words, padded)
-        self.blocks = values.unflatten(1, (-1, K_BLOCK)).permute(1, 2, 0).contiguous()
+        self.blocks = _blocks_of(weight.codes()).transpose(1, 2).contiguous()
         self.scales = weight.with_row_scales().scales
         self.nbytes = self.blocks.nbytes + self.scales.nbytes
 
@@ -52,13 +52,11 @@ class WideFp8Weight(PrepackedWeight):
     def _multiply_rows(self, x: Tensor) -> Tensor:
         """Multiply a few rows x [T, K]. Returns [T, N] fp32."""
         weight = self.weight
-        words, x_scales = quantize_rows(x, weight.block_k)
-        values = code_values(words, self.blocks.shape[0] * K_BLOCK)
-        sums = torch.bmm(values.unflatten(1, (-1, K_BLOCK)).transpose(0, 1), self.blocks).float()
+        codes, x_scales = row_codes(x, weight.block_k)
+        sums = torch.bmm(_blocks_of(codes), self.blocks).float()
         by_block = weight.block_k < weight.k
         if by_block:
-            index = torch.arange(len(sums)) * K_BLOCK // weight.block_k
-            sums = sums * x_scales.t()[index, :, None] * self.scales.t()[index, None]
+            sums = sums * x_scales.t()[:, :, None] * self.scales.t()[:, None]
         partials = []
         for part in sums.split(-(-partition_length(weight.k, self.split_k) // K_BLOCK)):
             total = torch.zeros(sums.shape[1:])
@@ -66,6 +64,12 @@ class WideFp8Weight(PrepackedWeight):
                 total += block
             partials.append(total if by_block else total * x_scales * self.scales[:, 0])
         return tree_sum(partials)
+
+
+def _blocks_of(codes: Tensor) -> Tensor:
+    """Return the values [B, R, K_BLOCK] fp64 of codes [R, K], 0 past column K."""
+    padded = F.pad(codes, (0, -codes.shape[1] % K_BLOCK))
+    return e4m3_values(padded).double().unflatten(1, (-1, K_BLOCK)).transpose(0, 1)
 
 
 @fp8_linear.backend("cpu", supports=cpu_trait)

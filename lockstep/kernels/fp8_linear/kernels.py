@@ -8,11 +8,14 @@ from lockstep.kernels.device.dequantize import e4m3_to_fp32
 from lockstep.kernels.device.fp8 import MAX_E4M3_BITS, round_to_fp8
 from lockstep.kernels.device.swizzle import swizzled_tile
 from lockstep.kernels.device.tree_reduction import reduce_partitions
+from lockstep.kernels.formats.weights import K_BLOCK as WORD_COLUMNS
+from lockstep.kernels.formats.weights import quantize
+from lockstep.kernels.fp8_linear import contract
 
-K_BLOCK = tl.constexpr(128)
+K_BLOCK = tl.constexpr(WORD_COLUMNS)
 """Columns of a block: one chain of FP8 products, and the columns that words interleave."""
-MAX_E4M3 = tl.constexpr(448.0)
-MIN_SCALE = tl.constexpr(2.0**-126)
+MAX_E4M3 = tl.constexpr(quantize.MAX_E4M3)
+MIN_SCALE = tl.constexpr(contract.MIN_SCALE)
 
 
 @triton.jit

@@ -2,6 +2,9 @@
 
 Rows are quantized by a separate launch: with one scale per row, a prologue of the product would
 read the whole row in every CTA before its first product. See docs/kernels/fp8_linear.md.
+
+The kernels are compiled and interpreted, but have not run on a GPU: sizes of tiles and CTAs are not
+measured, and that they change no bit is not shown there.
 """
 
 from dataclasses import dataclass, replace
@@ -31,7 +34,7 @@ SCALED_WARPS = 4
 
 @dataclass(frozen=True)
 class Fp8Tile:
-    """Tile of a launch: m tokens, n outputs. It changes no bit on one GPU.
+    """Tile of a launch: m tokens, n outputs. By its definition the op has equal bits for all tiles.
 
     splits: a CTA computes one split-K partition, and a second pass adds the partitions. Otherwise
     it computes all of them.

@@ -7,7 +7,7 @@ from lockstep.kernels.backends import numba_trait
 from lockstep.kernels.gated_delta_rule import GatedDeltaWeights, gated_delta_step
 from lockstep.kernels.gated_delta_rule.numba_kernels import KERNELS
 from lockstep.kernels.recurrent.state import RecurrentState
-from lockstep.kernels.simd.strides import token_stride
+from lockstep.kernels.simd.strides import address, token_stride
 from lockstep.kernels.simd.threads import split_range
 
 
@@ -37,8 +37,8 @@ def gated_delta_step_numba(
         *(x.data_ptr() for x in (mixed, z, b, a, taps, weights.a_log, weights.dt_bias)),
         weights.norm.data_ptr(),
         *(x.data_ptr() for x in (state.recurrent, state.conv, state.u, state.k, state.decay)),
-        slots.data_ptr(), starts.data_ptr(), folded.data_ptr(),
-        0 if committed is None else committed.data_ptr(), out.data_ptr(),
+        address(slots, torch.int64), address(starts, torch.int32), address(folded, torch.int32),
+        0 if committed is None else address(committed, torch.int32), out.data_ptr(),
         window, *state.sizes(), len(taps) - 1, state.conv.shape[1], state.k.shape[1], state.grid,
         mixed_stride, z_stride, b_stride, a_stride, weights.eps, flush,
     )  # fmt: skip

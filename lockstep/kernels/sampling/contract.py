@@ -44,5 +44,6 @@ def sample(
     A logit row has no token if one of its logits is NaN or +inf, allowed or not, or if its largest
     score, noise included, is not finite: then all tokens are banned or overflow fp32.
     """
-    arguments = (logits, positions, drafts, row_ids, history, state, ids, allowed, shard)
-    return sample_by(_best, uniform, *arguments)
+    return sample_by(
+        _best, uniform, logits, positions, drafts, row_ids, history, state, ids, allowed, shard
+    )

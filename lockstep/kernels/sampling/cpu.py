@@ -2,29 +2,15 @@
 torch.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from lockstep.kernels.backends import numba_trait
-from lockstep.kernels.sampling import LogitShard, SamplingState, numba_kernels, sample
+from lockstep.kernels.sampling import numba_kernels, sample
 from lockstep.kernels.sampling.reference import position_keys, sample_by
-
-
-@sample.backend("cpu", supports=numba_trait)
-def sample_cpu(
-    logits: Tensor,
-    positions: Tensor,
-    drafts: Tensor,
-    row_ids: Tensor,
-    history: Tensor,
-    state: SamplingState,
-    ids: Tensor | None = None,
-    allowed: Tensor | None = None,
-    shard: LogitShard | None = None,
-) -> Tensor:
-    """See lockstep.kernels.sampling.sample."""
-    arguments = (logits, positions, drafts, row_ids, history, state, ids, allowed, shard)
-    return sample_by(_find_best, _uniform, *arguments)
+from lockstep.kernels.simd.strides import address
 
 
 def _find_best(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,8 +19,9 @@ def _find_best(scores: Tensor) -> tuple[Tensor, Tensor]:
     indices = torch.empty(scores.shape[:-1], dtype=torch.int64)
     tops = torch.empty(scores.shape[:-1], dtype=torch.float32)
     numba_kernels.find_best(
-        scores.data_ptr(), indices.data_ptr(), tops.data_ptr(), tops.numel(), scores.shape[-1]
-    )
+        address(scores, torch.float32), indices.data_ptr(), tops.data_ptr(), tops.numel(),
+        scores.shape[-1],
+    )  # fmt: skip
     return indices, tops
 
 
@@ -42,6 +29,10 @@ def _uniform(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     """See lockstep.kernels.sampling.uniform."""
     out = torch.empty(len(positions), len(ids), dtype=torch.float32)
     ids = ids.contiguous()
+    ids_address = address(ids, torch.int64)
     for key, line in zip(position_keys(seed, positions), out, strict=True):
-        numba_kernels.uniform(key, ids.data_ptr(), line.data_ptr(), len(ids))
+        numba_kernels.uniform(key, ids_address, line.data_ptr(), len(ids))
     return out
+
+
+sample.backend("cpu", supports=numba_trait)(partial(sample_by, _find_best, _uniform))

@@ -42,12 +42,14 @@ def sample_by(
     row_ids: Tensor,
     history: Tensor,
     state: SamplingState,
-    ids: Tensor | None,
-    allowed: Tensor | None,
-    shard: LogitShard | None,
+    ids: Tensor | None = None,
+    allowed: Tensor | None = None,
+    shard: LogitShard | None = None,
 ) -> Tensor:
-    """Compute lockstep.kernels.sampling.sample by two functions, which have the bits of the ones
-    below.
+    """Sample as lockstep.kernels.sampling.sample says.
+
+    find_best, uniform_numbers: functions with the bits of _best and uniform. Only these differ
+    between the reference and the CPU backend.
     """
     logits = logits.float()
     shard = shard or LogitShard(logits.shape[2:])

@@ -1,8 +1,25 @@
-"""Layout of a tensor's rows in memory, for kernels that address it by numbers."""
+"""Addresses and layouts of tensors, for kernels that are called with numbers alone."""
 
 from math import prod
 
+import torch
 from torch import Tensor
+
+
+def address(x: Tensor, dtype: torch.dtype) -> int:
+    """Return the address of a contiguous tensor, whose dtype the kernel assumes."""
+    # A kernel would read other numbers, and write out of bounds.
+    assert x.dtype == dtype and x.is_contiguous(), (x.dtype, x.stride())
+    return x.data_ptr()
+
+
+def address_of_rows(x: Tensor, dtype: torch.dtype) -> tuple[int, int]:
+    """Return (address, elements between rows) of x [R, C], which may be columns of a wider tensor.
+
+    dtype: that the kernel assumes.
+    """
+    assert x.dtype == dtype and x.stride(1) == 1, (x.dtype, x.stride())
+    return x.data_ptr(), x.stride(0)
 
 
 def row_strides(x: Tensor) -> tuple[Tensor, int, int, int, int]:

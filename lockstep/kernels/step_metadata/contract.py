@@ -37,6 +37,12 @@ class RowTensors:
     page_table: Tensor
     state_slots: Tensor
 
+    def __post_init__(self) -> None:
+        # Kernels get addresses and assume widths.
+        for name, x in vars(self).items():
+            dtype = torch.int64 if name in ("tokens", "drafts") else torch.int32
+            assert x.dtype == dtype and x.is_contiguous(), name
+
 
 @dataclass
 class StepTensors:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.backends import numba_trait
+from lockstep.kernels.simd.strides import address
 from lockstep.kernels.step_metadata import (
     RowTensors,
     StepTensors,
@@ -39,8 +40,9 @@ def prepare_step_cpu(
     numba_kernels.prepare_step(
         table.tokens.data_ptr(), table.forced_end.data_ptr(), table.computed.data_ptr(),
         table.folded.data_ptr(), table.drafts.data_ptr(), table.draft_limit.data_ptr(),
-        table.page_table.data_ptr(), table.state_slots.data_ptr(), row_ids.data_ptr(),
-        0 if query_lens is None else query_lens.data_ptr(), state_src.data_ptr(),
+        table.page_table.data_ptr(), table.state_slots.data_ptr(), address(row_ids, torch.int64),
+        0 if query_lens is None else address(query_lens, torch.int32),
+        address(state_src, torch.int32),
         *(x.data_ptr() for x in ints), *(x.data_ptr() for x in longs),
         rows, tokens, query_len, page_size, table.tokens.shape[1], table.drafts.shape[1], columns,
     )  # fmt: skip
@@ -86,8 +88,10 @@ def advance_rows_cpu(
     numba_kernels.advance_rows(
         table.tokens.data_ptr(), table.prompt_len.data_ptr(), table.forced_end.data_ptr(),
         table.computed.data_ptr(), table.folded.data_ptr(), table.drafts.data_ptr(),
-        counts.data_ptr(), row_ids.data_ptr(), tokens.data_ptr(), drafts.data_ptr(),
-        seq_lens.data_ptr(), emitted.data_ptr(), accepted.data_ptr(), results.data_ptr(),
+        address(counts, torch.int32),
+        *(address(x, torch.int64) for x in (row_ids, tokens, drafts)),
+        address(seq_lens, torch.int32),
+        *(x.data_ptr() for x in (emitted, accepted, results)),
         rows, width, table.tokens.shape[1], table.drafts.shape[1], counts.shape[1], flush,
         state_grid, int(prompt), int(forced),
     )  # fmt: skip

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.device.dequantize import e4m3_to_fp32, split_16bit
-from lockstep.kernels.device.fp8 import MAX_E4M3_BITS, round_to_fp8
+from lockstep.kernels.device.fp8 import MAX_E4M3_BITS, MAX_E5M2_BITS, round_to_fp8
 from lockstep.kernels.formats.kv import KVDeviceFunctions, fp8
 from lockstep.kernels.formats.kv.bytes_triton import interleave, load_words, load_words_and_scales
 
@@ -109,7 +109,7 @@ def store_e4m3(x, qdata, scales, layer_constant, live, columns, D: tl.constexpr)
 @triton.jit
 def store_e5m2(x, qdata, scales, layer_constant, live, columns, D: tl.constexpr):
     """Quantize heads to e5m2 with the static scale and store them. See KVDeviceFunctions."""
-    value = round_to_fp8(x, _divide_by_scale(x, layer_constant), 2, 15, 0x47600000)
+    value = round_to_fp8(x, _divide_by_scale(x, layer_constant), 2, 15, MAX_E5M2_BITS)
     tl.store(qdata + columns, value.to(tl.uint8), mask=live & (columns < D))
 
 
