@@ -196,8 +196,9 @@ def _experts(need: KernelNeed, dtype: torch.dtype) -> Iterator[Case]:
 
 
 DELTA_DIMS = ("key_heads", "value_heads", "key_dim", "value_dim")
+"""Traits of a Gated DeltaNet layer that are its Dims HK, HV, K and V."""
 MAMBA_DIMS = ("groups", "heads", "state_dim", "head_dim")
-"""Traits with HK, HV, K and V of a recurrent mixer."""
+"""Traits of a Mamba-2 layer that are its Dims HK, HV, K and V."""
 
 
 def _recurrent(names: tuple[str, ...], generate: Callable[..., Any]) -> "SizedCases":

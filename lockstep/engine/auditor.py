@@ -65,18 +65,18 @@ def size_of(value: object) -> int:
     them, however deep.
     """
     size = 0
-    rest = [value]
-    while rest:  # no recursion: a client's JSON schema may be deep
-        one = rest.pop()
-        size += sys.getsizeof(one)
-        if isinstance(one, list | tuple) and one and isinstance(one[0], int):
-            size += len(one) * sys.getsizeof(one[0])  # token ids, up to a context of them
-        elif isinstance(one, dict):
-            rest += (*one.keys(), *one.values())
-        elif isinstance(one, list | tuple | set | frozenset):
-            rest += one
-        elif is_dataclass(one):
-            rest += vars(one).values()
+    pending = [value]
+    while pending:  # no recursion: a client's JSON schema may be deep
+        part = pending.pop()
+        size += sys.getsizeof(part)
+        if isinstance(part, dict):
+            pending += (*part.keys(), *part.values())
+        elif isinstance(part, list | tuple) and set(map(type, part)) == {int}:
+            size += len(part) * sys.getsizeof(part[0])  # token ids, up to a context of them
+        elif isinstance(part, list | tuple | set | frozenset):
+            pending += part
+        elif is_dataclass(part):
+            pending += vars(part).values()
     return size
 
 

@@ -380,7 +380,7 @@ class Scheduler:
         self.launched.clear()
 
     def _append_tokens(self, entry: Entry, result: RowResult) -> Request:
-        """Give a row's tokens to its request, which may end by them."""
+        """Append the tokens of a row to its request, which may end by them."""
         request = entry.request
         entry.in_flight -= 1
         first = len(request.output_token_ids)
@@ -606,8 +606,9 @@ class Scheduler:
     def _plan_prompt(self, schedule: Schedule) -> dict[int, Entry]:
         """Plan chunks of the prompts that waited longest, in one ragged step; return its rows.
 
-        A prompt gets a grain at least. Chunks end on the page grid where state recurs, else
-        anywhere, and where the cache wants a snapshot for prompts with a common prefix.
+        A chosen prompt gets min_chunk tokens at least, or all that remain. Chunks end on the page
+        grid where state recurs, else anywhere. They also end where the cache wants a snapshot for
+        prompts with a common prefix.
         """
         size = self.cache.config.page_size
         prompts = [entry for entry in self.running if entry.in_prompt]

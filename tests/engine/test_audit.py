@@ -433,6 +433,12 @@ def test_deep_parameters_count_as_bytes_of_an_audit() -> None:
     assert auditor.size_of(deep) > 5000 * sys.getsizeof({"items": 0})
 
 
+@pytest.mark.parametrize("first", [1, "a", None])
+def test_lists_of_mixed_values_count_as_bytes_of_an_audit(first: object) -> None:
+    """As an `enum` of a client's JSON schema."""
+    assert auditor.size_of({"enum": [first, "a" * 100_000]}) > 100_000
+
+
 def test_grammars_count_as_bytes_of_an_audit() -> None:
     """A recipe may be as long as a body, and each audit keeps its grammar's first mask."""
     llm = make_engine(None)

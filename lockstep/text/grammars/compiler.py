@@ -302,8 +302,8 @@ class Masks:
         """Allow a token in a mask that is written already."""
         self._memory[index * self.size + token // 8] |= 1 << token % 8
 
-    def remove(self, index: int, tokens: Sequence[int]) -> None:
-        """Remove a few tokens from a mask that is written already."""
+    def disallow(self, index: int, tokens: Sequence[int]) -> None:
+        """Remove a few tokens from a mask that is written already, even if none remains."""
         for token in tokens:
             self._memory[index * self.size + token // 8] &= ~(1 << token % 8)
 
@@ -515,7 +515,7 @@ class AfterReasoning:
         self._end = end
         self._begin = begin
         self._reasons = begin is None
-        self._forbidden = inner.forbidden_ends
+        self._forbidden_ends = inner.forbidden_ends
 
     def prepare(self) -> None:
         """Compile the grammar if it is not compiled yet."""
@@ -560,7 +560,7 @@ class AfterReasoning:
         free = 1 + sum(1 for _ in takewhile(lambda token: token != self._end, drafts))
         masks.all(range(first, first + free))
         for index in range(first, first + free):
-            masks.remove(index, self._forbidden)
+            masks.disallow(index, self._forbidden_ends)
         if free > len(drafts):
             return []
         return self._inner.begin(drafts[free:], first + free, masks)
