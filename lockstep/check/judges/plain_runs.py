@@ -342,9 +342,9 @@ def _wrong_prompt(answer: Answer, request: Request, num_logprobs: int) -> str | 
         scores = {t: float.fromhex(value) for t, value, _ in entry}
         if token not in scores or len(entry) not in (num_logprobs, num_logprobs + 1):
             return f"prompt logprobs of {list(scores)} for token {index + 1}, {token}"
-        by_score = sorted(entry, key=lambda one: -scores[one[0]])
-        ranks = [rank for _, _, rank in by_score]
         # Equal logits may have one rank or several.
+        by_score = sorted(entry, key=lambda one: (-scores[one[0]], one[2]))
+        ranks = [rank for _, _, rank in by_score]
         if ranks != sorted(ranks) or (num_logprobs and ranks[0] != 1):
             return f"prompt logprobs of token {index + 1} have the ranks {ranks} in their order"
         if not sum(map(math.exp, scores.values())) <= 1 + PROBABILITY_TOLERANCE:
