@@ -86,6 +86,25 @@ def test_shorter_hit_and_missing_page_are_named(monkeypatch: pytest.MonkeyPatch)
         run(scheduler)
 
 
+def test_page_that_is_evicted_after_it_was_cached_is_no_fault() -> None:
+    """Two rows have equal pages. The one whose page is cached loses it before the next schedule."""
+    cache = Cache(CacheConfig(num_pages=5, max_num_seqs=2))
+    scheduler = CheckedScheduler(
+        cache, query_len=1, max_num_seqs=2, max_num_batched_tokens=128, max_model_len=200
+    )
+    for name in "ab":
+        params = SamplingParams(max_tokens=80, ignore_eos=True)
+        scheduler.add(Request(name, PROMPT[:60], params))
+    first = scheduler.entries["a"].request
+    while scheduler.has_work():
+        if first.num_tokens == 129:
+            scheduler.force_preempt("a")
+        schedule = scheduler.schedule()
+        rows = {chunk.row for chunk in schedule.prompt} | set(schedule.decode)
+        scheduler.update(schedule, Results({row: RowResult([5]) for row in rows}))
+    assert first.metrics.num_preemptions == 1
+
+
 def test_wrong_padding_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     choose = Scheduler._choose_drafts
 
