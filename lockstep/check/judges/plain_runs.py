@@ -121,7 +121,7 @@ class PlainRuns:
             completions = self.engine.completions(
                 f"plain-{self._runs}", prompt, params, conversation=conversation
             )
-            thinks = conversation is not None and conversation.thinks
+            thinks = conversation is not None and begins_in_thought(self.llm, conversation)
             self._answers[key] = [
                 self._run(completion, index, params, thinks)
                 for index, completion in enumerate(completions)
@@ -293,8 +293,16 @@ def closing_tag(llm: LLM) -> int | None:
     begin, end = (processor.tokenizer.fast.token_to_id(tag) for tag in tags)
     if begin is None or end is None:
         return None
-    text = rendered(llm, Conversation("a", thinks=True)).text
-    return end if text.rstrip().endswith(tags[0]) else None
+    return end if begins_in_thought(llm, Conversation("a", thinks=True)) else None
+
+
+def begins_in_thought(llm: LLM, conversation: Conversation) -> bool:
+    """Return whether the prompt ends with the tag that begins a thought.
+
+    Templates of models that always think ignore `enable_thinking`.
+    """
+    tags = getattr(llm.processor._reasoning, "TAGS", None)
+    return tags is not None and rendered(llm, conversation).text.rstrip().endswith(tags[0])
 
 
 def _first_fault(
