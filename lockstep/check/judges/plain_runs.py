@@ -186,10 +186,8 @@ class PlainRuns:
     @staticmethod
     def _written(params: SamplingParams, request: Request, index: int) -> SamplingParams:
         """Return the parameters of a completion, of which the engine tokenized only bad words."""
-        seed = request.seed if params.seed is None else params.seed + index
-        # Engines store seeds as int64: they wrap around.
-        signed_seed = (seed + 2**63) % 2**64 - 2**63
-        return replace(params, bad_words_ids=request.params.bad_words_ids, seed=signed_seed)
+        seed = seed_of(params, request, index)
+        return replace(params, bad_words_ids=request.params.bad_words_ids, seed=seed)
 
     def _wrong_output(self, completion: Completion, params: SamplingParams) -> Mismatch | None:
         """Return what is wrong with the text, and with the names and the sum of scores."""
@@ -282,6 +280,13 @@ class PlainRuns:
         flattest = int(entropy.argmax())
         self.flattest.append((float(entropy[flattest]), raw[flattest].clone()))
         self.flattest = sorted(self.flattest, key=lambda e: -e[0])[:MAX_FLATTEST_ROWS]
+
+
+def seed_of(params: SamplingParams, request: Request, index: int) -> int:
+    """Return the seed that a completion must have. index: its index among the request's n."""
+    seed = request.seed if params.seed is None else params.seed + index
+    # Engines store seeds as int64: they wrap around.
+    return (seed + 2**63) % 2**64 - 2**63
 
 
 def closing_tag(llm: LLM) -> int | None:
