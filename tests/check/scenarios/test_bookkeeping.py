@@ -16,6 +16,7 @@ from lockstep.scheduling import scheduler as scheduler_module
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import Results, RowResult
 from lockstep.scheduling.scheduler import Scheduler
+from tests.scheduling import test_scheduler_walk as scheduler_walk
 
 PROMPT = list(range(150))
 
@@ -55,6 +56,17 @@ def test_sound_scheduler_passes() -> None:
         scheduler.add(request(name, salt))
         run(scheduler)
     assert [scheduler.resumptions[name].tokens for name in "abc"] == [0, 0, 128]
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("steps_ahead", [0, 2])
+def test_random_walks_raise_no_false_alarm(
+    state: bool, policy: str, steps_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_walk, "Scheduler", CheckedScheduler)
+    for seed in range(2):
+        scheduler_walk.walk(seed, 210, state, 4, policy, steps_ahead)
 
 
 def test_prefix_of_another_salt_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
