@@ -499,11 +499,13 @@ class Scheduler:
         passed_over: list[Entry] = []
         victims: list[Entry] = []
         while (entry := self.queue.head()) is not None:
-            # A victim of this schedule does not return in it; the pages that it gave are taken.
-            if entry.will_finish or entry in victims:
+            if entry.will_finish:
                 self.queue.remove(entry)
                 passed_over.append(entry)
                 continue
+            # A victim of this schedule does not return in it, and no later request overtakes it.
+            if entry in victims:
+                break
             is_new = entry.request.id not in self.preempted
             if (is_new and num_startable <= 0) or not self._start_preempting(
                 schedule, entry, victims

@@ -242,6 +242,19 @@ def test_priority_preempts_and_fcfs_does_not() -> None:
         drain(sched)
 
 
+def test_no_later_request_overtakes_a_victim() -> None:
+    """The pages of a preempted row would suffice for a request that arrived after it."""
+    sched = make(pages=10, rows=3, policy="priority", max_num_batched_tokens=512)
+    add_request(sched, "victim", 400, priority=3)
+    add_request(sched, "later", 150, priority=3)
+    step(sched)
+    add_request(sched, "urgent", 150, priority=0)
+    plan = step(sched)
+    assert [swap.request_id for swap in plan.swap_out] == ["victim"]
+    assert [admission.spec.id for admission in plan.admissions] == ["urgent"]
+    drain(sched)
+
+
 def test_page_shortage_swaps_out_the_last_row() -> None:
     sched = make(pages=5, rows=2)
     first = add_request(sched, "a", 60, max_tokens=100)

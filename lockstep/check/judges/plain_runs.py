@@ -121,7 +121,7 @@ class PlainRuns:
             completions = self.engine.completions(
                 f"plain-{self._runs}", prompt, params, conversation=conversation
             )
-            thinks = conversation is not None and conversation.thinks
+            thinks = conversation is not None and begins_in_thought(self.llm, conversation)
             self._answers[key] = [
                 self._run(completion, index, params, thinks)
                 for index, completion in enumerate(completions)
@@ -186,10 +186,8 @@ class PlainRuns:
     @staticmethod
     def _written(params: SamplingParams, request: Request, index: int) -> SamplingParams:
         """Return the parameters of a completion, of which the engine tokenized only bad words."""
-        seed = request.seed if params.seed is None else params.seed + index
-        # Engines store seeds as int64: they wrap around.
-        signed_seed = (seed + 2**63) % 2**64 - 2**63
-        return replace(params, bad_words_ids=request.params.bad_words_ids, seed=signed_seed)
+        seed = seed_of(params, request, index)
+        return replace(params, bad_words_ids=request.params.bad_words_ids, seed=seed)
 
     def _wrong_output(self, completion: Completion, params: SamplingParams) -> Mismatch | None:
         """Return what is wrong with the text, and with the names and the sum of scores."""
@@ -284,6 +282,13 @@ class PlainRuns:
         self.flattest = sorted(self.flattest, key=lambda e: -e[0])[:MAX_FLATTEST_ROWS]
 
 
+def seed_of(params: SamplingParams, request: Request, index: int) -> int:
+    """Return the seed that a completion must have. index: its index among the request's n."""
+    seed = request.seed if params.seed is None else params.seed + index
+    # Engines store seeds as int64: they wrap around.
+    return (seed + 2**63) % 2**64 - 2**63
+
+
 def closing_tag(llm: LLM) -> int | None:
     """Return the token that ends a thought, None if no conversation can begin one."""
     processor = llm.processor
@@ -293,8 +298,16 @@ def closing_tag(llm: LLM) -> int | None:
     begin, end = (processor.tokenizer.fast.token_to_id(tag) for tag in tags)
     if begin is None or end is None:
         return None
-    text = rendered(llm, Conversation("a", thinks=True)).text
-    return end if text.rstrip().endswith(tags[0]) else None
+    return end if begins_in_thought(llm, Conversation("a", thinks=True)) else None
+
+
+def begins_in_thought(llm: LLM, conversation: Conversation) -> bool:
+    """Return whether the prompt ends with the tag that begins a thought.
+
+    Templates of models that always think ignore `enable_thinking`.
+    """
+    tags = getattr(llm.processor._reasoning, "TAGS", None)
+    return tags is not None and rendered(llm, conversation).text.rstrip().endswith(tags[0])
 
 
 def _first_fault(
@@ -342,9 +355,9 @@ def _wrong_prompt(answer: Answer, request: Request, num_logprobs: int) -> str | 
         scores = {t: float.fromhex(value) for t, value, _ in entry}
         if token not in scores or len(entry) not in (num_logprobs, num_logprobs + 1):
             return f"prompt logprobs of {list(scores)} for token {index + 1}, {token}"
-        by_score = sorted(entry, key=lambda one: -scores[one[0]])
-        ranks = [rank for _, _, rank in by_score]
         # Equal logits may have one rank or several.
+        by_score = sorted(entry, key=lambda one: (-scores[one[0]], one[2]))
+        ranks = [rank for _, _, rank in by_score]
         if ranks != sorted(ranks) or (num_logprobs and ranks[0] != 1):
             return f"prompt logprobs of token {index + 1} have the ranks {ranks} in their order"
         if not sum(map(math.exp, scores.values())) <= 1 + PROBABILITY_TOLERANCE:

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -129,10 +130,13 @@ class Examiner:
         runs = self.plain.for_kind(scenario.kind).of(request.adapter)
         return runs.answers(request.prompt, scenario.plain_params(request), request.conversation)
 
-    def differs(self, scenario: Scenario) -> bool:
-        """Return whether the scenario differs; a scenario that Lockstep refuses does not count."""
+    def differs(self, scenario: Scenario, plain: bool) -> bool:
+        """Return whether the scenario differs; a scenario that Lockstep refuses does not count.
+
+        plain: the plain run itself must be wrong, else another run must differ from it.
+        """
         difference = self.examine(scenario).difference
-        return difference is not None and not difference.refused
+        return difference is not None and not difference.refused and difference.plain == plain
 
     def _wrong_plain(self, scenario: Scenario) -> Difference | None:
         for index, request in enumerate(scenario.requests):
@@ -347,7 +351,9 @@ def explain(
     """
     where = None
     if file is not None and effort.minimise > 0:
-        scenario = minimise(scenario, examiner.differs, effort.minimise)
+        # Without some of its parameters a request may have no token left, which is another fault.
+        differs = partial(examiner.differs, plain=difference.plain)
+        scenario = minimise(scenario, differs, effort.minimise)
         difference = examiner.examine(scenario).difference or difference
         where = locate(scenario, difference, examiner)
     written = None

@@ -188,6 +188,7 @@ class CheckedScheduler(Scheduler):
     def schedule(self) -> Schedule:
         """Return the next schedule. Raises InvariantError if it violates an invariant."""
         self.invariants.begin()
+        self._plans.begin()
         self._started = []
         schedule = super().schedule()
         self.invariants.check(schedule)

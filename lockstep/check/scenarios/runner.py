@@ -17,7 +17,7 @@ from lockstep.check.drafters import prediction_of
 from lockstep.check.engines import CheckEngine, Completion
 from lockstep.check.events import FORCED, count_events
 from lockstep.check.judges.digests import LogitDigests
-from lockstep.check.judges.plain_runs import PlainRuns
+from lockstep.check.judges.plain_runs import PlainRuns, seed_of
 from lockstep.check.judges.texts import wrong_scores
 from lockstep.check.scenarios.accounting import Ledger, Observed, wrong_metrics
 from lockstep.check.scenarios.driver import FAILED_STEPS, Driver, Progress
@@ -134,11 +134,7 @@ class ScenarioRunner:
         observed = Observed(request, cached, progress.num_preempted, has_failed)
         fault = wrong_metrics(observed, self.kind.drafts)
         fault = fault or wrong_scores(self.engine.llm.tokenizer, output)
-        wanted = progress.request.sampling().seed
-        # Seeds wrap around within 64 bits.
-        seed = (
-            request.seed if wanted is None else (wanted + progress.number + 2**63) % 2**64 - 2**63
-        )
+        seed = seed_of(progress.request.sampling(), request, progress.number)
         identity = (progress.number, seed)
         if fault is None and (output.index, output.seed) != identity:
             fault = f"index and seed {(output.index, output.seed)} instead of {identity}"

@@ -17,8 +17,12 @@ class StepPlans:
         self._cached_pages: dict[str, int] = {}
         self._ever_cached: set[Key] = set()
 
+    def begin(self) -> None:
+        """Record the cached pages before the next schedule, which may evict them."""
+        self._ever_cached.update(self.scheduler.cache.paged.pool.by_key)
+
     def fault(self, schedule: Schedule) -> str | None:
-        """Return what is wrong with the steps of the next schedule, or None."""
+        """Return what is wrong with the steps of this schedule, the next after begin(), or None."""
         for admission in schedule.admissions:
             self._chunk_ends[admission.spec.id] = admission.start
             self._cached_pages[admission.spec.id] = 0

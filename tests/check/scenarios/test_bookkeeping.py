@@ -16,6 +16,7 @@ from lockstep.scheduling import scheduler as scheduler_module
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import Results, RowResult
 from lockstep.scheduling.scheduler import Scheduler
+from tests.scheduling import test_scheduler_walk as scheduler_walk
 
 PROMPT = list(range(150))
 
@@ -57,6 +58,17 @@ def test_sound_scheduler_passes() -> None:
     assert [scheduler.resumptions[name].tokens for name in "abc"] == [0, 0, 128]
 
 
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("steps_ahead", [0, 2])
+def test_random_walks_raise_no_false_alarm(
+    state: bool, policy: str, steps_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_walk, "Scheduler", CheckedScheduler)
+    for seed in range(2):
+        scheduler_walk.walk(seed, 210, state, 4, policy, steps_ahead)
+
+
 def test_prefix_of_another_salt_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (scheduler_module, invariants):
         monkeypatch.setattr(module, "root_key", lambda salt, adapter="": b"")
@@ -84,6 +96,25 @@ def test_shorter_hit_and_missing_page_are_named(monkeypatch: pytest.MonkeyPatch)
     scheduler.add(request("a"))
     with pytest.raises(InvariantError, match="page . of request a is full and was not cached"):
         run(scheduler)
+
+
+def test_page_that_is_evicted_after_it_was_cached_is_no_fault() -> None:
+    """Two rows have equal pages. The one whose page is cached loses it before the next schedule."""
+    cache = Cache(CacheConfig(num_pages=5, max_num_seqs=2))
+    scheduler = CheckedScheduler(
+        cache, query_len=1, max_num_seqs=2, max_num_batched_tokens=128, max_model_len=200
+    )
+    for name in "ab":
+        params = SamplingParams(max_tokens=80, ignore_eos=True)
+        scheduler.add(Request(name, PROMPT[:60], params))
+    first = scheduler.entries["a"].request
+    while scheduler.has_work():
+        if first.num_tokens == 129:
+            scheduler.force_preempt("a")
+        schedule = scheduler.schedule()
+        rows = {chunk.row for chunk in schedule.prompt} | set(schedule.decode)
+        scheduler.update(schedule, Results({row: RowResult([5]) for row in rows}))
+    assert first.metrics.num_preemptions == 1
 
 
 def test_wrong_padding_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

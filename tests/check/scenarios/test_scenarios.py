@@ -218,7 +218,18 @@ def test_refused_scenario_does_not_count_as_differing(
     refused = replace(SCENARIO.requests[0], params={"min_tokens": 9, "max_tokens": 3})
     difference = examiner.examine(replace(SCENARIO, requests=(refused,))).difference
     assert difference is not None and difference.refused
-    assert not examiner.differs(replace(SCENARIO, requests=(refused,)))
+    assert not examiner.differs(replace(SCENARIO, requests=(refused,)), plain=True)
+
+
+def test_shrinking_keeps_to_the_run_that_was_wrong(
+    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine]
+) -> None:
+    """A shrunk request may have no token left to emit, which the judge of plain runs names."""
+    examiner = Examiner(plain, build_kind)
+    banned = {"allowed_token_ids": [5], "bad_words_ids": [[5, 5]]}
+    scenario = replace(SCENARIO, requests=(replace(SCENARIO.requests[0], params=banned),))
+    assert examiner.differs(scenario, plain=True)
+    assert not examiner.differs(scenario, plain=False)
 
 
 def test_runner_detects_leaked_rows(

@@ -1,0 +1,43 @@
+"""Judges of plain runs accept ties and thoughts that begin unasked, and name wrong ranks."""
+
+import pytest
+
+from lockstep.answer import Answer
+from lockstep.check.engines import Conversation, build_plain, rendered
+from lockstep.check.judges.plain_runs import PlainRuns, _wrong_prompt
+from lockstep.outputs import RequestMetrics
+from lockstep.sampling_params import SamplingParams, StructuredOutputsParams
+from lockstep.scheduling.request import Request
+
+
+def wrong_prompt(*entry: tuple[int, float, int]) -> str | None:
+    """Judge one prompt token, 20, by entries of token, log-probability and rank."""
+    scores = tuple((token, value.hex(), rank) for token, value, rank in entry)
+    answer = Answer((), (), RequestMetrics(), prompt_logprobs=(scores,))
+    return _wrong_prompt(answer, Request("a", [1, 20]), 3)
+
+
+def test_equal_logits_have_one_rank_or_several() -> None:
+    # The prompt token shares the rank of its equals; the likeliest tokens are numbered.
+    assert wrong_prompt((5, -1.0, 1), (7, -2.0, 2), (9, -2.0, 3), (20, -2.0, 2)) is None
+
+
+def test_wrong_ranks_are_named() -> None:
+    assert "ranks" in str(wrong_prompt((5, -1.0, 2), (7, -2.0, 1), (20, -3.0, 3)))
+    assert "above 1" in str(wrong_prompt((5, -0.1, 1), (7, -0.1, 2), (20, -3.0, 3)))
+
+
+def test_template_may_ignore_that_no_thought_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = PlainRuns(build_plain(None, {}))
+    processor = plain.llm.processor
+    render = processor.conversation
+
+    def always_thinks(messages: list[dict[str, str]], enable_thinking: bool) -> object:
+        return render(messages, enable_thinking=True)
+
+    monkeypatch.setattr(processor, "conversation", always_thinks)
+    talk = Conversation("Hello!", thinks=False)
+    form = StructuredOutputsParams(choice=["yes", "no"])
+    params = SamplingParams(temperature=0.0, max_tokens=6, structured_outputs=form)
+    plain.answers(rendered(plain.llm, talk).ids, params, talk)
+    assert not plain.faults
