@@ -140,12 +140,17 @@ class _Host:
         """
         while True:
             try:
-                self._execute(self._connection.recv())
-            except (EOFError, OSError):
-                os._exit(0)
+                self._execute(self._receive())
             except Exception:
                 log.exception("a command of the server failed")
                 os._exit(1)
+
+    def _receive(self) -> Command:
+        """Return the next command. Ends the process when the server is gone."""
+        try:
+            return self._connection.recv()
+        except (EOFError, OSError):
+            os._exit(0)
 
     def _execute(self, command: Command) -> None:
         if isinstance(command, Submit):

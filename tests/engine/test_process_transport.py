@@ -5,6 +5,7 @@ import asyncio
 import os
 import pickle
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -12,10 +13,11 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe, get_context
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from lockstep.engine import process_transport
+from lockstep.engine import engine_process, process_transport
 from lockstep.engine.async_engine import (
     UPDATES_PER_ITERATION,
     AsyncEngine,
@@ -647,3 +649,20 @@ def test_counters_continue_after_restart() -> None:
     assert actual.requests_success_total == {"stop": 2, "length": 1}
     assert actual.ttft_seconds == [0.5, 0.25]
     assert lost.ttft_seconds == [0.5] and now.steps_total == 1
+
+
+@pytest.mark.parametrize(("error", "status"), [("_receive", 0), ("_execute", 1)])
+def test_engine_process_fails_at_a_system_error_of_a_command(
+    error: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A closed pipe says that the server is gone; the same error of a command does not."""
+    host = object.__new__(engine_process._Host)
+    host._connection = Mock()
+    if error == "_receive":
+        host._connection.recv.side_effect = OSError("closed")
+    else:
+        monkeypatch.setattr(host, "_execute", Mock(side_effect=OSError("out of files")))
+    monkeypatch.setattr("os._exit", sys.exit)
+    with pytest.raises(SystemExit) as end:
+        host._read()
+    assert end.value.code == status
