@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--halves", action="store_true", help="add the ms of the half that drafts")
     parser.add_argument("--context", type=int, default=4096, help="cached tokens of every row")
     parser.add_argument("--kv-cache-dtype", default="auto", help="format of keys and values")
+    parser.add_argument("--activation-dtype", default="auto", help="fp8 quantizes activations")
     parser.add_argument("--prompt", type=int, default=0, help="also time one prompt of this length")
     parser.add_argument("--kernels", action="store_true", help="add launches and us of each kernel")
     add_ranks_option(parser)
@@ -86,6 +87,7 @@ def main() -> None:
         num_gpu_blocks=rows[-1] * pages + 2,
         num_snapshots=0,
         kv_cache_dtype=args.kv_cache_dtype,
+        activation_dtype=args.activation_dtype,
         speculative_config=speculative_config(args.drafter, args.k, **draft_model),
     )
     executor = executor_of(build_engine(config))
@@ -112,6 +114,8 @@ def measure_rows(worker: Worker, args: Namespace, count: int, pages: int) -> dic
         line["ranks_ms"] = {"min": min(times), "max": max(times)}
     if args.kv_cache_dtype != "auto":
         line["kv"] = args.kv_cache_dtype
+    if args.activation_dtype != "auto":
+        line["activations"] = args.activation_dtype
     if args.halves:
         line["decide_ms"] = decide_ms(worker, shape)
     if args.kernels:
