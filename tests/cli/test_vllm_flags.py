@@ -227,7 +227,7 @@ def test_default_values_are_silent(words: tuple[str, ...]) -> None:
         (("--attention-backend", "TRITON_ATTN"), "--attention-backend has no effect: each op"),
         (("--attention-backend", "flash_attn"), "--attention-backend has no effect"),
         (("--no-enable-chunked-prefill",), "--enable-chunked-prefill has no effect"),
-        (("--block-size", "16"), "a page holds 64 tokens"),
+        (("--block-size", "16"), "a page has 64 tokens"),
         (("-O3",), "--optimization-level has no effect"),
         (("-O", "3"), "--optimization-level has no effect"),
         (("-cc.pass_config.fuse_norm_quant=true",), "--compilation-config.pass_config has no"),
