@@ -48,7 +48,7 @@ class Count:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """The number, with what stands around it."""
+        """Pattern of the number, with the text around it."""
         return re.compile(rf"({self.before})([\d,]+)({self.after})")
 
 

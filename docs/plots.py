@@ -46,13 +46,13 @@ class Pair:
 
 
 def section(text: str) -> str:
-    """The part of the log under the heading that holds SECTION."""
+    """Return the part of the log under the heading with SECTION."""
     parts = [part for part in text.split("\n## ") if SECTION in part.splitlines()[0]]
     return parts[0]
 
 
 def speed(rows: int, ms: str) -> Speed:
-    """tokens/s of steps of so many ms, one token a row; "13.71 to 14.82" is a range."""
+    """Return tokens/s of steps of these ms, one token a row; "13.71 to 14.82" is a range."""
     ends = sorted(rows / float(end) * 1000 for end in ms.split(" to "))
     return Speed(ends[0], ends[-1])
 
@@ -88,13 +88,13 @@ def pairs(results: str) -> list[Pair]:
 
 
 def name(pair: Pair) -> str:
-    """What stands under its bars."""
+    """The label under its bars."""
     drafts = f"MTP, K={pair.drafts}" if pair.drafts else "no drafts"
     return f"{pair.model}, {drafts}\ncontext {pair.context}"
 
 
 def draw(found: list[Pair], path: Path) -> None:
-    """One panel for each number of rows, with its own axis from 0."""
+    """Draw one panel for each number of rows, each with an axis from 0."""
     import matplotlib
 
     matplotlib.use("svg")

@@ -38,7 +38,7 @@ def served() -> Iterator[str]:
 
 
 def draw(browser: Browser, url: str, scheme: str, path: Path) -> None:
-    """One picture of a comparison."""
+    """Take one picture of a comparison."""
     page = browser.new_page(viewport=SIZE, color_scheme=scheme)  # type: ignore[arg-type]
     page.goto(url)
     page.get_by_label("Compare without speculation").check()
