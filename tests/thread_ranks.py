@@ -20,7 +20,7 @@ SECONDS = 60.0
 
 
 class ThreadGroup(RankGroup):
-    """One rank of a group of threads. parts: each rank's tensor of the present exchange."""
+    """Rank of a group of threads. parts: each rank's tensor of the present exchange."""
 
     def __init__(self, index: int, parts: list[Any], barrier: threading.Barrier) -> None:
         self.index = index

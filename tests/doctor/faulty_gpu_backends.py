@@ -54,7 +54,7 @@ def gpu_traps(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Ten
 
 @fault
 def gpu_hangs(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """Wait on the device for a flag that nobody sets."""
+    """Wait on the device for a flag that is never set."""
     wait_kernel[(1,)](torch.zeros(1, dtype=torch.int32, device=x.device))
     return HEALTHY(x, weight, eps, offset)
 

@@ -46,7 +46,7 @@ def engine(folder: str) -> Engine:
 
 @pytest.fixture
 def client(engine: Engine) -> Iterator[AsyncEngine]:
-    """Yield a started client over the engine; assert afterwards that the engine holds nothing."""
+    """Yield a started client over the engine; assert afterwards that the engine is empty."""
     result = AsyncEngine(ThreadTransport(engine))
     result.start()
     yield result
@@ -85,7 +85,7 @@ def answer(client: AsyncEngine, name: str, max_tokens: int = 12) -> list[int]:
 
 
 def fail_once(inner: Callable[..., Any], when: Callable[[], bool]) -> Callable[..., Any]:
-    """Return a function that calls `inner`, but raises the first time that `when` holds."""
+    """Return a function that calls `inner`, but raises the first time that `when` is true."""
     failed: list[bool] = []
 
     def call(*arguments: Any) -> Any:
@@ -195,7 +195,7 @@ def test_request_that_fails_its_steps_ends_alone(
 def test_three_requests_that_fail_their_steps_end_alone(
     client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing succeeds between their ends: they fail their first steps, one after the other."""
+    """The requests fail their first steps, one after the other, and no step succeeds between."""
     engine = client.transport.engine
     expected = answer(client, "b", 40)
     guilty = ["a", "c", "d"]

@@ -35,7 +35,7 @@ JOIN_SECONDS = 120.0
 
 @dataclass
 class Fuzzer:
-    """One rank of the fuzz. shared: the choices of all ranks alike; own: those of this rank."""
+    """Rank of the fuzz. shared: random choices that are equal on all ranks; own: of this rank."""
 
     group: PeerGroup
     shared: random.Random

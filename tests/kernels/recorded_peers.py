@@ -41,7 +41,7 @@ class RecordedPeers:
             begin = PACKETS + EPOCH * PACKET_BYTES // 2
             own[begin : begin + packets.nbytes] = packets.view(torch.uint8).flatten()
         own[FLAGS:].view(torch.int64).fill_(EPOCH)
-        # What this rank sends arrives in memory that nobody reads.
+        # What this rank sends arrives in memory that is never read.
         others = zeros(size, device)
         self.words = torch.zeros(2, dtype=torch.int32, device=device)
         state = torch.zeros(3, dtype=torch.int64, device=device)

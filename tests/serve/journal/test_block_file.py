@@ -37,7 +37,7 @@ def reopened(path: Path, size: int = SIZE) -> dict[int, list[bytes]]:
 
 
 def filled(path: Path) -> dict[int, list[bytes]]:
-    """Write three logs in turn, with records shorter and longer than a block."""
+    """Write three logs alternately, with records shorter and longer than a block."""
     file = BlockFile(path, SIZE, BLOCK)
     logs = [file.create() for _ in range(3)]
     for number in range(8):

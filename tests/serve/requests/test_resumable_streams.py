@@ -151,7 +151,7 @@ def plain(stream: str) -> list[str]:
 def test_next_process_goes_on(
     servers: Servers, path: str, body: dict[str, Any], tokens: int
 ) -> None:
-    """All events are those of a server that was not killed, and their numbers too."""
+    """Events and their numbers are those of a server that was not killed."""
 
     async def work() -> None:
         first = servers.start(servers.folder / "journal", tokens)
@@ -382,7 +382,7 @@ def test_errors_are_read_again(servers: Servers) -> None:
 
 
 def test_shutdown_leaves_answers_open(servers: Servers) -> None:
-    """The last event of each stream has no number of its own: a reader goes on from it."""
+    """The last event of each stream has no new number: a reader goes on from it."""
 
     async def work(path: str, body: dict[str, Any]) -> None:
         folder = servers.folder / f"journal{len(servers.opened)}"
