@@ -455,16 +455,16 @@ def test_grammars_count_as_bytes_of_an_audit() -> None:
 def test_resumed_answers_are_generated_again() -> None:
     """A lost engine's tokens were forced; the audit generates them."""
     llm = make_engine("mtp", audit=1.0)
-    (whole,) = llm.processor.requests("whole", TEXT, replace(GREEDY, max_tokens=12))
-    llm.engine.run([whole], lambda request: None)
+    (request,) = llm.processor.requests("whole", TEXT, replace(GREEDY, max_tokens=12))
+    llm.engine.run([request], lambda request: None)
     (resumed,) = llm.processor.requests("resumed", TEXT, replace(GREEDY, max_tokens=12))
-    resumed.params = resumed.params.clone(forced_token_ids=whole.output_token_ids[:6])
+    resumed.params = resumed.params.clone(forced_token_ids=request.output_token_ids[:6])
     resumed.num_resumed = 6
     llm.engine.run([resumed], lambda request: None)
     assert resumed.token_sources.count("forced") == 6
     repeated = resumed.audit()
     llm.engine.run([repeated], lambda request: None)
-    assert repeated.output_token_ids == whole.output_token_ids == resumed.output_token_ids
+    assert repeated.output_token_ids == request.output_token_ids == resumed.output_token_ids
     assert set(repeated.token_sources) == {"plain"}
 
 

@@ -185,10 +185,10 @@ def test_request_that_fails_its_steps_ends_alone(
             *(read(client, request) for request in requests), return_exceptions=True
         )
 
-    error, *others = run(work())
+    error, *answers_of_others = run(work())
     assert isinstance(error, ComputeError) and SECRET not in str(error)
     assert f"stopped {MAX_REQUEST_FAILURES} times while it ran request 'a'" in str(error)
-    assert [tokens_of(updates) for updates in others] == list(expected.values())
+    assert [tokens_of(updates) for updates in answers_of_others] == list(expected.values())
     assert client.is_alive and engine._failures == 0
 
 

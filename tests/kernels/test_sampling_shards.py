@@ -45,16 +45,16 @@ def shards(widths: tuple[int, ...], watch: Callable[[Tensor], None]) -> Callable
         def run(local: Tensor, widths: tuple[int, ...], needed: Tensor | None = None) -> Tensor:
             ONE_AT_A_TIME.release()
             try:
-                whole = exchange(local.cpu(), widths, group).to(local.device)
+                full = exchange(local.cpu(), widths, group).to(local.device)
             finally:
                 ONE_AT_A_TIME.acquire()
             if needed is None:
-                return whole
+                return full
             if group.index == 0:
                 watch(needed.cpu())
             index = torch.cat([torch.arange(width) for width in widths]).to(local.device)
-            poison = torch.full_like(whole.view(torch.uint8), 255).view(whole.dtype)
-            return torch.where(index < needed[:, None], whole, poison)
+            poison = torch.full_like(full.view(torch.uint8), 255).view(full.dtype)
+            return torch.where(index < needed[:, None], full, poison)
 
         return LogitShard(widths, group.index, run)
 
@@ -76,8 +76,8 @@ def sample_sharded(
             tokens: Tensor = backend.run(sample, dict(local, shard=shard_of(group)))
             return tokens.cpu()
 
-    first, *others = run_ranks(len(widths), run)
-    assert all(torch.equal(first, other) for other in others)
+    first, *rest = run_ranks(len(widths), run)
+    assert all(torch.equal(first, other) for other in rest)
     return first, seen
 
 

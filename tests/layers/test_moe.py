@@ -119,8 +119,8 @@ def test_fused_router_equals_separate_gemms(dtype: torch.dtype, scoring: str) ->
     of a bf16 model is a separate GEMM."""
     gated = scoring == "softmax"
     layer = random_moe(dtype, scoring=scoring, shared_inner=16, shared_gate=gated)
-    apart = layer.router.dtype != dtype
-    assert len(layer.router.gemms) == 1 and (layer.shared_up is not None) == apart
+    is_separate = layer.router.dtype != dtype
+    assert len(layer.router.gemms) == 1 and (layer.shared_up is not None) == is_separate
     load()
     run = {op: op.backends["cpu"].run for op in (linear, experts_op)}
     table = layer.weights()

@@ -480,10 +480,8 @@ def _report(
         return f"{old!r} matches {len(matches)} places of {where}, not one:\n{listed}"
     kind = type(_wanted(pattern[0])) if pattern else ast.stmt
     code = ast.unparse(pattern[0]).replace(PREFIX, "$") if pattern else ""
-    nodes_by_place = {
-        _first_line(n): n for root in roots for n in ast.walk(root) if type(n) is kind
-    }
-    texts = {place: ast.unparse(node) for place, node in nodes_by_place.items()}
+    nodes_by_line = {_first_line(n): n for root in roots for n in ast.walk(root) if type(n) is kind}
+    texts = {line: ast.unparse(node) for line, node in nodes_by_line.items()}
     ratio = {p: difflib.SequenceMatcher(None, code, t).ratio() for p, t in texts.items()}
     near = "\n".join(sorted(ratio, key=lambda p: -ratio[p])[:MAX_CANDIDATES])
     listed = f" The most similar code there:\n{near}" if near else ""

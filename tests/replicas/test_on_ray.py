@@ -107,8 +107,8 @@ def processes(name: bytes) -> list[int]:
 def replica_processes(running: Any) -> list[int]:
     """Return the processes of a server's replicas."""
     application = f"ray::ServeReplica:lockstep-{os.uname().nodename}-{running.pid}:".lower()
-    found = processes(application.replace("ray::servereplica", "ray::ServeReplica").encode())
-    return sorted(found)
+    actors = processes(application.replace("ray::servereplica", "ray::ServeReplica").encode())
+    return sorted(actors)
 
 
 @contextlib.contextmanager
