@@ -14,7 +14,7 @@ MANY = Form.MANY
 
 OWN_REPLICAS = "one server routes to all replicas (--replicas); leave it out."
 NO_MEDIA = "only text is read and written, so the flag has no effect"
-ALL_ADAPTERS = "every adapter of --lora-modules is loaded at the start, at any rank up to 512"
+ALL_ADAPTERS = "--lora-modules loads each of its adapters at the start, at any rank up to 512"
 NO_OFFLOAD = "the whole model is on the GPU; quantize it (--quantization), or leave it out."
 NO_POOLING = "models generate text here; leave it out."
 NO_PLUGINS = "code is not loaded by name; leave it out."

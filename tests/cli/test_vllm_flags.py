@@ -238,7 +238,7 @@ def test_default_values_are_silent(words: tuple[str, ...]) -> None:
         (("--disable-access-log-for-endpoints", "/health"), "only if --uvicorn-log-level is info"),
         (("--h11-max-header-count", "256"), "--h11-max-header-count has no effect"),
         (("--trust-remote-code",), "no code of a checkpoint is run"),
-        (("--enable-lora",), "--enable-lora has no effect: --lora-modules holds"),
+        (("--enable-lora",), "--enable-lora has no effect: --lora-modules loads"),
         (("--no-enable-flashinfer-autotune",), "--enable-flashinfer-autotune has no effect"),
     ],
 )
