@@ -73,9 +73,9 @@ def stale() -> Iterator[tuple[str, str, str]]:
     """Yield (page and place, what it says, what is right) of each wrong or missing count."""
     for count in COUNTS:
         match = count.pattern.search((ROOT / count.page).read_text())
-        said = match[2] if match else "nothing"
-        if said != count.read():
-            yield f"{count.page}: {count.before}", said, count.read()
+        actual = match[2] if match else "nothing"
+        if actual != count.read():
+            yield f"{count.page}: {count.before}", actual, count.read()
 
 
 def main() -> None:

@@ -71,7 +71,7 @@ def pairs(results: str) -> list[Pair]:
     """Every pair for which the log has both engines, in the order of its table."""
     text = section(results)
     known = drafted(text)
-    found = []
+    pairs_by_rows = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if not line.startswith("| Qwen") or not cells[VLLM_COLUMN]:
@@ -83,8 +83,8 @@ def pairs(results: str) -> list[Pair]:
         theirs = speed(rows, cells[VLLM_COLUMN])
         if drafts:
             ours, theirs = known[rows]
-        found.append(Pair(model, cells[1], drafts, rows, ours, theirs))
-    return found
+        pairs_by_rows.append(Pair(model, cells[1], drafts, rows, ours, theirs))
+    return pairs_by_rows
 
 
 def name(pair: Pair) -> str:
@@ -93,7 +93,7 @@ def name(pair: Pair) -> str:
     return f"{pair.model}, {drafts}\ncontext {pair.context}"
 
 
-def draw(found: list[Pair], path: Path) -> None:
+def draw(pairs_by_rows: list[Pair], path: Path) -> None:
     """Draw one panel for each number of rows, each with an axis from 0."""
     import matplotlib
 
@@ -103,17 +103,17 @@ def draw(found: list[Pair], path: Path) -> None:
     )
     from matplotlib import pyplot
 
-    rows = sorted({pair.rows for pair in found})
+    rows = sorted({pair.rows for pair in pairs_by_rows})
     figure, panels = pyplot.subplots(
         len(rows), 1, figsize=(7.8, 6.8), layout="constrained", facecolor="#fcfcfa"
     )
     for panel, count in zip(panels, rows, strict=True):
-        shown = [pair for pair in found if pair.rows == count]
+        shown = [pair for pair in pairs_by_rows if pair.rows == count]
         for side, engine in ((-0.2, "Lockstep"), (0.2, "vLLM 0.20.2")):
             speeds = [pair.ours if engine == "Lockstep" else pair.theirs for pair in shown]
-            places = [place + side for place in range(len(shown))]
+            positions = [position + side for position in range(len(shown))]
             bars = panel.barh(
-                places,
+                positions,
                 [s.low for s in speeds],
                 height=0.38,
                 color=COLORS[engine],

@@ -28,8 +28,8 @@ def served() -> Iterator[str]:
     running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert running.stdout is not None
-        said = next(line for line in running.stdout if line.startswith("Ready: "))
-        url = said.split(" at ")[1].split("/v1")[0]
+        ready_line = next(line for line in running.stdout if line.startswith("Ready: "))
+        url = ready_line.split(" at ")[1].split("/v1")[0]
         urllib.request.urlopen(f"{url}/health").read()
         yield url
     finally:
