@@ -15,6 +15,6 @@ class HeadMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on."""
         if scope["type"] == "http" and scope["method"] == "HEAD":
-            # A copy: the protocol reads the method of the original scope.
+            # A copy: the protocol reads the method of its own scope.
             scope = {**scope, "method": "GET"}
         await self.app(scope, receive, send)
