@@ -25,7 +25,7 @@ PRODUCT = {90: r"wgmma\.mma_async\S*\.m64n\d+k32\.f32\.e4m3\.e4m3", 89: r"mma\.s
 TOKENS = (1, 17, 64, 65, 8192)
 N = 5120
 K = 17408
-SPLIT_K = 4
+SPLIT_K = 2
 BLOCK = 128
 
 
