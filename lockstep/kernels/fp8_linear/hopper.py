@@ -33,7 +33,11 @@ from lockstep.kernels.device.swizzle import swizzled_tile
 from lockstep.kernels.formats.weights import K_BLOCK as WORD_COLUMNS
 from lockstep.kernels.formats.weights import Fp8Weight
 from lockstep.kernels.fp8_linear import fp8_linear
-from lockstep.kernels.fp8_linear.triton import fp8_linear_triton, quantize_rows_triton
+from lockstep.kernels.fp8_linear.triton import (
+    SCALE_ALIGNMENT,
+    fp8_linear_triton,
+    quantize_rows_triton,
+)
 from lockstep.kernels.linear import partition_length
 from lockstep.kernels.linear.triton import reduce_partials
 
@@ -80,7 +84,9 @@ def _produce(
     """Run the producer warp: copy the blocks of all tiles of this CTA in the order of their use."""
     STAGES: gl.constexpr = full.shape[0]
     TOKENS: gl.constexpr = x_stages.shape[1]
-    BYTES: gl.constexpr = (w_stages.shape[1] + TOKENS) * K_BLOCK + BY_BLOCK * TOKENS * 4
+    BYTES: gl.constexpr = (w_stages.shape[1] + TOKENS) * K_BLOCK + (
+        x_scale_stages.shape[1] * 4 if BY_BLOCK else 0
+    )
     stage = 0
     phase = 1  # all stages begin empty
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -124,8 +130,11 @@ def _partition(
         block = warpgroup_mma(w_block, x_block, empty_block, use_acc=False, is_async=True)
         if BY_BLOCK:
             # While the products run.
-            scale = x_scale_stages.index(stage).load(gl.SliceLayout(0, layout)) * w_scale
+            x_scales = x_scale_stages.index(stage).slice(0, TOKENS)
+            scale = x_scales.load(gl.SliceLayout(0, layout)) * w_scale
         block = warpgroup_mma_wait(0, deps=(block,))
+        if BY_BLOCK:
+            fence_async_shared()  # reads of the scales precede the copy engine's next write
         mbarrier.arrive(empty.index(stage))
         if BY_BLOCK:
             block = block * scale[None, :]
@@ -184,8 +193,8 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["tokens", "x_scale_stride", "tiles"])
 def fp8_gemm_hopper_kernel(
-    x_desc, w_desc, x_scales_desc, x_scales_ptr, w_scales_ptr, out_ptr, tokens, N, all_blocks, length, first_row,
-    x_scale_stride, w_scale_stride, out_stride, tiles,
+    x_desc, w_desc, x_scales_desc, x_scales_ptr, w_scales_ptr, out_ptr, tokens, N, all_blocks,
+    length, first_row, x_scale_stride, w_scale_stride, out_stride, tiles,
     COUNT: gl.constexpr, GROUP: gl.constexpr, SCALE_ROWS: gl.constexpr, BY_BLOCK: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -205,7 +214,7 @@ def fp8_gemm_hopper_kernel(
     x_scale_stages = x_stages
     if BY_BLOCK:
         x_scale_stages = gl.allocate_shared_memory(
-            gl.float32, [STAGES, TOKENS], x_scales_desc.layout
+            gl.float32, [STAGES, x_scales_desc.block_type.shape[0]], x_scales_desc.layout
         )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -292,8 +301,9 @@ def launch_hopper(
     by_block = weight.block_k < k
     x_scales_desc = None
     if by_block:
-        flat = x_scales.t().view(-1)
-        x_scales_desc = TensorDescriptor.from_tensor(flat, [tile.tokens], SCALES_LAYOUT)
+        flat = x_scales.as_strided((x_scales.stride(1) * x_scales.shape[1],), (1,))
+        copied = max(tile.tokens, SCALE_ALIGNMENT)
+        x_scales_desc = TensorDescriptor.from_tensor(flat, [copied], SCALES_LAYOUT)
     parts = split_k // tile.count
     tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(n, CTA_ROWS) * parts
     fp8_gemm_hopper_kernel[(min(tiles, target.num_sms),)](

@@ -31,6 +31,8 @@ SCALED_BLOCKS = 8
 MANY_BLOCKS = 32
 """The same for more tokens: fewer CTAs, each with more loads in flight."""
 MANY_TOKENS = 256
+SCALE_ALIGNMENT = 32
+"""Tokens between whose multiples the scales of a block begin: 128 bytes, for TMA."""
 BLOCKS_PER_WARP = 2
 """SCALED_BLOCKS and MANY_BLOCKS per warp of a CTA: 8 values per thread, one load of 16 bytes."""
 
@@ -81,7 +83,9 @@ def quantize_rows_triton(x: Tensor, block_k: int) -> tuple[Tensor, Tensor]:
     groups = -(-k // block_k)
     words = torch.empty(tokens, words_per_row(k, 8), dtype=torch.int32, device=x.device)
     # The scales of a block are next to each other: a product reads those of its tokens.
-    scales = torch.empty(groups, tokens, device=x.device)
+    scales = torch.empty(
+        groups, triton.cdiv(tokens, SCALE_ALIGNMENT) * SCALE_ALIGNMENT, device=x.device
+    )
     codes = words.view(torch.uint8)
     padded_k = codes.shape[1]
     scaled_blocks = SCALED_BLOCKS if tokens <= MANY_TOKENS else MANY_BLOCKS
@@ -91,10 +95,10 @@ def quantize_rows_triton(x: Tensor, block_k: int) -> tuple[Tensor, Tensor]:
     warps = max(blocks // BLOCKS_PER_WARP, 1) if by_block else ROW_WARPS
     if tokens:
         quantize_rows_kernel[(tokens, parts)](
-            x, codes, scales, k, padded_k, x.stride(0), groups, tokens, by_block, blocks,
+            x, codes, scales, k, padded_k, x.stride(0), groups, scales.shape[1], by_block, blocks,
             num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
-    return words, scales.t()
+    return words, scales[:, :tokens].t()
 
 
 def launch(
