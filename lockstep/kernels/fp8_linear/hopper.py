@@ -62,6 +62,12 @@ def accumulator_layout(tokens):
 
 
 @gluon.constexpr_function
+def product_tokens(tokens):
+    """Return the tokens of one product: with more, two accumulators would exceed the registers."""
+    return min(tokens, 128)
+
+
+@gluon.constexpr_function
 def store_layout(bits):
     """Return the layout of outputs [ROWS, tokens] for stores of 16 bytes along the outputs."""
     vector = 128 // bits
@@ -108,39 +114,91 @@ def _produce(
 
 
 @gluon.jit
+def _block_sum(
+    w_block, x_block, x_scales, w_scale, release, zeros, LAST: gl.constexpr, BY_BLOCK: gl.constexpr
+):
+    """Multiply a block of WIDTH tokens: sums [ROWS, WIDTH], scaled if there is a scale per block.
+
+    LAST: these are the last reads of the stage; `release` is its barrier `empty`.
+    """
+    sums = warpgroup_mma(w_block, x_block.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if BY_BLOCK:
+        # While the product runs.
+        scale = x_scales.load(gl.SliceLayout(0, zeros.type.layout)) * w_scale
+    sums = warpgroup_mma_wait(0, deps=(sums,))
+    if LAST:
+        if BY_BLOCK:
+            fence_async_shared()  # reads of the scales precede the copy engine's next write
+        mbarrier.arrive(release)
+    if BY_BLOCK:
+        sums = sums * scale[None, :]
+    return sums
+
+
+@gluon.jit
 def _partition(
     w_scales_ptr, x_stages, w_stages, x_scale_stages, full, empty, stage, phase, begin, end,
     WARPGROUP: gl.constexpr, BY_BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """Accumulate one split-K partition, blocks begin .. end: (acc [ROWS, TOKENS], stage, phase).
+    """Accumulate one split-K partition, blocks begin .. end.
 
     w_scales_ptr: the outputs' scale of block 0.
+
+    Returns: low, high, stage, phase. low and high [ROWS, WIDTH]: sums of the tile's first and last
+        WIDTH tokens; the same of a tile of WIDTH tokens.
     """
     STAGES: gl.constexpr = full.shape[0]
     TOKENS: gl.constexpr = x_stages.shape[1]
-    layout: gl.constexpr = accumulator_layout(TOKENS)
-    acc = gl.zeros((ROWS, TOKENS), gl.float32, layout)
-    empty_block = gl.zeros((ROWS, TOKENS), gl.float32, layout)
+    WIDTH: gl.constexpr = product_tokens(TOKENS)
+    zeros = gl.zeros((ROWS, WIDTH), gl.float32, accumulator_layout(WIDTH))
+    low = zeros
+    high = zeros
+    w_scale = 0.0
     for k in range(begin, end):
         if BY_BLOCK:
             w_scale = gl.load(w_scales_ptr + k)
         mbarrier.wait(full.index(stage), phase)
         w_block = w_stages.index(stage).slice(WARPGROUP * ROWS, ROWS)
-        x_block = x_stages.index(stage).permute((1, 0))
-        block = warpgroup_mma(w_block, x_block, empty_block, use_acc=False, is_async=True)
+        x_block = x_stages.index(stage)
+        x_scales = x_scale_stages.index(stage)
+        low_scales = x_scales
+        high_scales = x_scales
         if BY_BLOCK:
-            # While the products run.
-            x_scales = x_scale_stages.index(stage).slice(0, TOKENS)
-            scale = x_scales.load(gl.SliceLayout(0, layout)) * w_scale
-        block = warpgroup_mma_wait(0, deps=(block,))
-        if BY_BLOCK:
-            fence_async_shared()  # reads of the scales precede the copy engine's next write
-        mbarrier.arrive(empty.index(stage))
-        if BY_BLOCK:
-            block = block * scale[None, :]
-        acc += block
+            low_scales = x_scales.slice(0, WIDTH)
+            high_scales = x_scales.slice(TOKENS - WIDTH, WIDTH)
+        release = empty.index(stage)
+        low += _block_sum(
+            w_block, x_block.slice(0, WIDTH), low_scales, w_scale, release, zeros,
+            TOKENS == WIDTH, BY_BLOCK,
+        )  # fmt: skip
+        if TOKENS > WIDTH:
+            high += _block_sum(
+                w_block, x_block.slice(WIDTH, WIDTH), high_scales, w_scale, release, zeros, True,
+                BY_BLOCK,
+            )  # fmt: skip
         stage, phase = next_stage(stage, phase, STAGES)
-    return acc, stage, phase
+    return low, high, stage, phase
+
+
+@gluon.jit
+def _scale_rows(acc, x_scales_ptr, w_scale, m, tokens):
+    """Multiply acc [ROWS, WIDTH] by the scales of its tokens, from m on, and of its outputs."""
+    token = m + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+    x_scale = gl.load(x_scales_ptr + token, mask=token < tokens, other=0.0)
+    return acc * (x_scale[None, :] * w_scale[:, None])
+
+
+@gluon.jit
+def _store(acc, out_ptr, part, m, n, tokens, N, out_stride):
+    """Store acc [ROWS, WIDTH], rounded once, at token m and output n of a part."""
+    layout: gl.constexpr = store_layout(out_ptr.dtype.element_ty.primitive_bitwidth)
+    # Through shared memory to 16-byte vectors: the accumulator's layout would store 2 bytes.
+    values = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), layout)
+    outputs = n + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    token = m + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
+    offsets = (part.to(gl.int64) * tokens + token)[None, :] * out_stride + outputs[:, None]
+    mask = (outputs < N)[:, None] & (token < tokens)[None, :]
+    gl.store(out_ptr + offsets, values, mask=mask)
 
 
 @gluon.jit
@@ -152,43 +210,36 @@ def _consume(
 ):  # fmt: skip
     """Run consumer warpgroup number WARPGROUP of two: its 64 outputs of each tile of this CTA."""
     TOKENS: gl.constexpr = x_stages.shape[1]
-    layout: gl.constexpr = accumulator_layout(TOKENS)
-    out_layout: gl.constexpr = store_layout(out_ptr.dtype.element_ty.primitive_bitwidth)
+    WIDTH: gl.constexpr = product_tokens(TOKENS)
+    row_layout: gl.constexpr = gl.SliceLayout(1, accumulator_layout(WIDTH))
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         part, m, n = swizzled_tile(tile, tokens, N, GROUP, TOKENS, w_stages.shape[1])
         n += WARPGROUP * ROWS
-        token = m + gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
         # With a scale per block the 64 outputs have one scale row.
         w_scales = w_scales_ptr + (gl.minimum(n, N - 1) + first_row) // SCALE_ROWS * w_scale_stride
-        begin, end = _blocks(part, 0, length, all_blocks, COUNT)
-        acc, stage, phase = _partition(
-            w_scales, x_stages, w_stages, x_scale_stages, full, empty, stage, phase, begin, end,
-            WARPGROUP, BY_BLOCK,
-        )  # fmt: skip
-        if not BY_BLOCK:
-            row = gl.minimum(n + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), N - 1)
-            w_scale = gl.load(w_scales_ptr + (row + first_row) // SCALE_ROWS * w_scale_stride)
-            x_scale = gl.load(x_scales_ptr + token, mask=token < tokens, other=0.0)
-            scale = x_scale[None, :] * w_scale[:, None]
-            acc = acc * scale
-        if COUNT == 2:
-            begin, end = _blocks(part, 1, length, all_blocks, COUNT)
-            second, stage, phase = _partition(
+        row = gl.minimum(n + gl.arange(0, ROWS, row_layout), N - 1)
+        for step in gl.static_range(COUNT):
+            begin, end = _blocks(part, step, length, all_blocks, COUNT)
+            low, high, stage, phase = _partition(
                 w_scales, x_stages, w_stages, x_scale_stages, full, empty, stage, phase, begin, end,
                 WARPGROUP, BY_BLOCK,
             )  # fmt: skip
             if not BY_BLOCK:
-                second = second * scale
-            acc += second
-        # Through shared memory to 16-byte vectors: the accumulator's layout would store 2 bytes.
-        values = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), out_layout)
-        outputs = n + gl.arange(0, ROWS, gl.SliceLayout(1, out_layout))
-        token = m + gl.arange(0, TOKENS, gl.SliceLayout(0, out_layout))
-        offsets = (part.to(gl.int64) * tokens + token)[None, :] * out_stride + outputs[:, None]
-        mask = (outputs < N)[:, None] & (token < tokens)[None, :]
-        gl.store(out_ptr + offsets, values, mask=mask)
+                w_scale = gl.load(w_scales_ptr + (row + first_row) // SCALE_ROWS * w_scale_stride)
+                low = _scale_rows(low, x_scales_ptr, w_scale, m, tokens)
+                if TOKENS > WIDTH:
+                    high = _scale_rows(high, x_scales_ptr, w_scale, m + WIDTH, tokens)
+            if step == 0:
+                total_low = low
+                total_high = high
+            else:
+                total_low += low
+                total_high += high
+        _store(total_low, out_ptr, part, m, n, tokens, N, out_stride)
+        if TOKENS > WIDTH:
+            _store(total_high, out_ptr, part, m + WIDTH, n, tokens, N, out_stride)
 
 
 @gluon.jit(do_not_specialize=["tokens", "x_scale_stride", "tiles"])
@@ -258,7 +309,7 @@ class HopperTile:
     count: int
 
 
-STAGES = {16: 11, 32: 10, 64: 8, 128: 6}
+STAGES = {16: 11, 32: 10, 64: 8, 128: 6, 256: 4}
 """Pipeline stages by tokens of a tile: the most that fit next to the buffer of the epilogue."""
 MIN_TOKENS = 65
 """Tokens from which on this kernel is the faster one."""

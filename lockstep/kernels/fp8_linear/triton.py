@@ -86,17 +86,16 @@ def quantize_rows_triton(x: Tensor, block_k: int) -> tuple[Tensor, Tensor]:
     scales = torch.empty(
         groups, triton.cdiv(tokens, SCALE_ALIGNMENT) * SCALE_ALIGNMENT, device=x.device
     )
-    codes = words.view(torch.uint8)
-    padded_k = codes.shape[1]
+    padded_blocks = words.shape[1] * 4 // K_BLOCK
     scaled_blocks = SCALED_BLOCKS if tokens <= MANY_TOKENS else MANY_BLOCKS
     blocks = scaled_blocks if by_block else ROW_BLOCKS
-    blocks = min(blocks, triton.next_power_of_2(padded_k // K_BLOCK))
-    parts = triton.cdiv(padded_k, blocks * K_BLOCK) if by_block else 1
+    blocks = min(blocks, triton.next_power_of_2(padded_blocks))
+    parts = triton.cdiv(padded_blocks, blocks) if by_block else 1
     warps = max(blocks // BLOCKS_PER_WARP, 1) if by_block else ROW_WARPS
     if tokens:
         quantize_rows_kernel[(tokens, parts)](
-            x, codes, scales, k, padded_k, x.stride(0), groups, scales.shape[1], by_block, blocks,
-            num_warps=warps, enable_fp_fusion=False,
+            x, words, scales, k, words.shape[1], x.stride(0), groups, scales.shape[1], by_block,
+            blocks, is_native(compile_target(x.device)), num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return words, scales[:, :tokens].t()
 
