@@ -4,8 +4,8 @@
 A persistent CTA computes tiles of 128 outputs. It is warp-specialized: a producer warp copies
 blocks of 128 columns, codes of both operands, by TMA through a multistage pipeline. Two consumer
 warpgroups of 64 outputs each multiply a block by wgmma, release its stage, and add the block's sum
-in fp32. While one adds, the tensor cores run the products of the other. The producer copies the
-next tile's blocks while a tile is stored.
+in fp32, while the product of the next block runs. The producer copies the next tile's blocks while
+a tile is stored.
 """
 
 from dataclasses import dataclass
@@ -62,12 +62,6 @@ def accumulator_layout(tokens):
 
 
 @gluon.constexpr_function
-def product_tokens(tokens):
-    """Return the tokens of one product: with more, two accumulators would exceed the registers."""
-    return min(tokens, 128)
-
-
-@gluon.constexpr_function
 def store_layout(bits):
     """Return the layout of outputs [ROWS, tokens] for stores of 16 bytes along the outputs."""
     vector = 128 // bits
@@ -114,75 +108,56 @@ def _produce(
 
 
 @gluon.jit
-def _block_sum(
-    w_block, x_block, x_scales, w_scale, release, zeros, LAST: gl.constexpr, BY_BLOCK: gl.constexpr
-):
-    """Multiply a block of WIDTH tokens: sums [ROWS, WIDTH], scaled if there is a scale per block.
-
-    LAST: these are the last reads of the stage; `release` is its barrier `empty`.
-    """
-    sums = warpgroup_mma(w_block, x_block.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if BY_BLOCK:
-        # While the product runs.
-        scale = x_scales.load(gl.SliceLayout(0, zeros.type.layout)) * w_scale
-    sums = warpgroup_mma_wait(0, deps=(sums,))
-    if LAST:
-        if BY_BLOCK:
-            fence_async_shared()  # reads of the scales precede the copy engine's next write
-        mbarrier.arrive(release)
-    if BY_BLOCK:
-        sums = sums * scale[None, :]
-    return sums
-
-
-@gluon.jit
 def _partition(
-    w_scales_ptr, x_stages, w_stages, x_scale_stages, full, empty, stage, phase, begin, end,
-    WARPGROUP: gl.constexpr, BY_BLOCK: gl.constexpr,
+    w_scales_ptr, x_stages, w_stages, x_scale_stages, full, empty, turns, stage, phase, turn, begin,
+    end, WARPGROUP: gl.constexpr, BY_BLOCK: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """Accumulate one split-K partition, blocks begin .. end.
 
+    The warpgroups take turns at the tensor cores: while one adds its sums, the products of the
+    other run.
+
     w_scales_ptr: the outputs' scale of block 0.
 
-    Returns: low, high, stage, phase. low and high [ROWS, WIDTH]: sums of the tile's first and last
-        WIDTH tokens; the same of a tile of WIDTH tokens.
+    Returns: acc [ROWS, TOKENS], stage, phase, turn.
     """
     STAGES: gl.constexpr = full.shape[0]
     TOKENS: gl.constexpr = x_stages.shape[1]
-    WIDTH: gl.constexpr = product_tokens(TOKENS)
-    zeros = gl.zeros((ROWS, WIDTH), gl.float32, accumulator_layout(WIDTH))
-    low = zeros
-    high = zeros
-    w_scale = 0.0
-    for k in range(begin, end):
+    layout: gl.constexpr = accumulator_layout(TOKENS)
+    acc = gl.zeros((ROWS, TOKENS), gl.float32, layout)
+    zeros = acc
+    for block in range(begin, end):
         if BY_BLOCK:
-            w_scale = gl.load(w_scales_ptr + k)
+            w_scale = gl.load(w_scales_ptr + block)
         mbarrier.wait(full.index(stage), phase)
+        if ORDER > 0:
+            mbarrier.wait(turns.index(WARPGROUP), turn ^ (1 - WARPGROUP))
+            turn ^= 1
         w_block = w_stages.index(stage).slice(WARPGROUP * ROWS, ROWS)
-        x_block = x_stages.index(stage)
-        x_scales = x_scale_stages.index(stage)
-        low_scales = x_scales
-        high_scales = x_scales
+        x_block = x_stages.index(stage).permute((1, 0))
+        sums = warpgroup_mma(w_block, x_block, zeros, use_acc=False, is_async=True)
+        if ORDER == 1:
+            mbarrier.arrive(turns.index(1 - WARPGROUP))
         if BY_BLOCK:
-            low_scales = x_scales.slice(0, WIDTH)
-            high_scales = x_scales.slice(TOKENS - WIDTH, WIDTH)
-        release = empty.index(stage)
-        low += _block_sum(
-            w_block, x_block.slice(0, WIDTH), low_scales, w_scale, release, zeros,
-            TOKENS == WIDTH, BY_BLOCK,
-        )  # fmt: skip
-        if TOKENS > WIDTH:
-            high += _block_sum(
-                w_block, x_block.slice(WIDTH, WIDTH), high_scales, w_scale, release, zeros, True,
-                BY_BLOCK,
-            )  # fmt: skip
+            # While the product runs.
+            x_scales = x_scale_stages.index(stage).slice(0, TOKENS)
+            scale = x_scales.load(gl.SliceLayout(0, layout)) * w_scale
+        sums = warpgroup_mma_wait(0, deps=(sums,))
+        if ORDER == 2:
+            mbarrier.arrive(turns.index(1 - WARPGROUP))
+        if BY_BLOCK:
+            fence_async_shared()  # reads of the scales precede the copy engine's next write
+        mbarrier.arrive(empty.index(stage))
+        if BY_BLOCK:
+            sums = sums * scale[None, :]
+        acc += sums
         stage, phase = next_stage(stage, phase, STAGES)
-    return low, high, stage, phase
+    return acc, stage, phase, turn
 
 
 @gluon.jit
 def _scale_rows(acc, x_scales_ptr, w_scale, m, tokens):
-    """Multiply acc [ROWS, WIDTH] by the scales of its tokens, from m on, and of its outputs."""
+    """Multiply acc [ROWS, TOKENS] by the scales of its tokens, from m on, and of its outputs."""
     token = m + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
     x_scale = gl.load(x_scales_ptr + token, mask=token < tokens, other=0.0)
     return acc * (x_scale[None, :] * w_scale[:, None])
@@ -190,7 +165,7 @@ def _scale_rows(acc, x_scales_ptr, w_scale, m, tokens):
 
 @gluon.jit
 def _store(acc, out_ptr, part, m, n, tokens, N, out_stride):
-    """Store acc [ROWS, WIDTH], rounded once, at token m and output n of a part."""
+    """Store acc [ROWS, TOKENS], rounded once, at token m and output n of a part."""
     layout: gl.constexpr = store_layout(out_ptr.dtype.element_ty.primitive_bitwidth)
     # Through shared memory to 16-byte vectors: the accumulator's layout would store 2 bytes.
     values = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), layout)
@@ -203,17 +178,17 @@ def _store(acc, out_ptr, part, m, n, tokens, N, out_stride):
 
 @gluon.jit
 def _consume(
-    x_scales_ptr, w_scales_ptr, out_ptr, x_stages, w_stages, x_scale_stages, full, empty, tokens, N,
-    all_blocks, length, first_row, w_scale_stride, out_stride, tiles,
+    x_scales_ptr, w_scales_ptr, out_ptr, x_stages, w_stages, x_scale_stages, full, empty, turns,
+    tokens, N, all_blocks, length, first_row, w_scale_stride, out_stride, tiles,
     WARPGROUP: gl.constexpr, COUNT: gl.constexpr, GROUP: gl.constexpr, SCALE_ROWS: gl.constexpr,
-    BY_BLOCK: gl.constexpr,
+    BY_BLOCK: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """Run consumer warpgroup number WARPGROUP of two: its 64 outputs of each tile of this CTA."""
     TOKENS: gl.constexpr = x_stages.shape[1]
-    WIDTH: gl.constexpr = product_tokens(TOKENS)
-    row_layout: gl.constexpr = gl.SliceLayout(1, accumulator_layout(WIDTH))
+    row_layout: gl.constexpr = gl.SliceLayout(1, accumulator_layout(TOKENS))
     stage = 0
     phase = 0
+    turn = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         part, m, n = swizzled_tile(tile, tokens, N, GROUP, TOKENS, w_stages.shape[1])
         n += WARPGROUP * ROWS
@@ -222,24 +197,18 @@ def _consume(
         row = gl.minimum(n + gl.arange(0, ROWS, row_layout), N - 1)
         for step in gl.static_range(COUNT):
             begin, end = _blocks(part, step, length, all_blocks, COUNT)
-            low, high, stage, phase = _partition(
-                w_scales, x_stages, w_stages, x_scale_stages, full, empty, stage, phase, begin, end,
-                WARPGROUP, BY_BLOCK,
+            acc, stage, phase, turn = _partition(
+                w_scales, x_stages, w_stages, x_scale_stages, full, empty, turns, stage, phase,
+                turn, begin, end, WARPGROUP, BY_BLOCK, ORDER,
             )  # fmt: skip
             if not BY_BLOCK:
                 w_scale = gl.load(w_scales_ptr + (row + first_row) // SCALE_ROWS * w_scale_stride)
-                low = _scale_rows(low, x_scales_ptr, w_scale, m, tokens)
-                if TOKENS > WIDTH:
-                    high = _scale_rows(high, x_scales_ptr, w_scale, m + WIDTH, tokens)
+                acc = _scale_rows(acc, x_scales_ptr, w_scale, m, tokens)
             if step == 0:
-                total_low = low
-                total_high = high
+                total = acc
             else:
-                total_low += low
-                total_high += high
-        _store(total_low, out_ptr, part, m, n, tokens, N, out_stride)
-        if TOKENS > WIDTH:
-            _store(total_high, out_ptr, part, m + WIDTH, n, tokens, N, out_stride)
+                total += acc
+        _store(total, out_ptr, part, m, n, tokens, N, out_stride)
 
 
 @gluon.jit(do_not_specialize=["tokens", "x_scale_stride", "tiles"])
@@ -247,7 +216,7 @@ def fp8_gemm_hopper_kernel(
     x_desc, w_desc, x_scales_desc, x_scales_ptr, w_scales_ptr, out_ptr, tokens, N, all_blocks,
     length, first_row, x_scale_stride, w_scale_stride, out_stride, tiles,
     COUNT: gl.constexpr, GROUP: gl.constexpr, SCALE_ROWS: gl.constexpr, BY_BLOCK: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """Compute the tiles of out [parts, tokens, N] that belong to this CTA; see fp8_gemm_kernel.
 
@@ -269,6 +238,9 @@ def fp8_gemm_hopper_kernel(
         )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)  # both consumers
@@ -278,13 +250,13 @@ def fp8_gemm_hopper_kernel(
         [
             (_consume, (
                 x_scales_ptr, w_scales_ptr, out_ptr, x_stages, w_stages, x_scale_stages, full,
-                empty, tokens, N, all_blocks, length, first_row, w_scale_stride, out_stride, tiles,
-                0, COUNT, GROUP, SCALE_ROWS, BY_BLOCK,
+                empty, turns, tokens, N, all_blocks, length, first_row, w_scale_stride, out_stride,
+                tiles, 0, COUNT, GROUP, SCALE_ROWS, BY_BLOCK, ORDER,
             )),
             (_consume, (
                 x_scales_ptr, w_scales_ptr, out_ptr, x_stages, w_stages, x_scale_stages, full,
-                empty, tokens, N, all_blocks, length, first_row, w_scale_stride, out_stride, tiles,
-                1, COUNT, GROUP, SCALE_ROWS, BY_BLOCK,
+                empty, turns, tokens, N, all_blocks, length, first_row, w_scale_stride, out_stride,
+                tiles, 1, COUNT, GROUP, SCALE_ROWS, BY_BLOCK, ORDER,
             )),
             (_produce, (
                 x_desc, w_desc, x_scales_desc, x_stages, w_stages, x_scale_stages, full, empty,
@@ -309,10 +281,11 @@ class HopperTile:
     count: int
 
 
-STAGES = {16: 11, 32: 10, 64: 8, 128: 6, 256: 4}
+STAGES = {16: 11, 32: 10, 64: 8, 128: 6}
 """Pipeline stages by tokens of a tile: the most that fit next to the buffer of the epilogue."""
-MIN_TOKENS = 65
-"""Tokens from which on this kernel is the faster one."""
+MAX_NARROW = 256
+"""Maximum tokens of a product that go in tiles of 64 or fewer."""
+ORDER = 1
 GROUP = 16
 """Row tiles that share a column tile's weights in L2."""
 
@@ -321,7 +294,9 @@ def choose_hopper_tile(
     tokens: int, n: int, split_k: int, may_split: bool, target: CompileTarget
 ) -> HopperTile:
     """Return the tile. may_split: the partials may be written to memory."""
-    tile_tokens = next((size for size in STAGES if tokens <= size), max(STAGES))
+    tile_tokens = next(
+        (size for size in STAGES if tokens <= size), 64 if tokens <= MAX_NARROW else 128
+    )
     tiles = triton.cdiv(tokens, tile_tokens) * triton.cdiv(n, CTA_ROWS)
     splits = may_split and split_k * tiles <= target.num_sms
     return HopperTile(tile_tokens, STAGES[tile_tokens], 1 if splits else split_k)
@@ -361,7 +336,7 @@ def launch_hopper(
         x_desc, w_desc, x_scales_desc, x_scales, weight.scales, out, tokens, n,
         triton.cdiv(k, WORD_COLUMNS), triton.cdiv(partition_length(k, split_k), WORD_COLUMNS),
         weight.first, x_scales.stride(1), weight.scales.stride(0), out.stride(-2), tiles,
-        tile.count, GROUP, weight.block_n, by_block, tile.stages,
+        tile.count, GROUP, weight.block_n, by_block, tile.stages, ORDER,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -387,7 +362,7 @@ def fp8_linear_hopper(
     Few tokens, and weights that do not fit, go through triton.py.
     """
     tokens = len(x)
-    if tokens < MIN_TOKENS or not fits(weight, split_k):
+    if not tokens or not fits(weight, split_k):
         return fp8_linear_triton(x, weight, split_k, allow_partials, out)
     n = weight.shape[0]
     target = compile_target(x.device)

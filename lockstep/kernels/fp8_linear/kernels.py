@@ -90,10 +90,11 @@ def quantize_rows_kernel(
 ):  # fmt: skip
     """Quantize one row, or BLOCKS blocks of it.
 
-    words_ptr: [T, padded_words] int32. scales_ptr: [groups, T], groups scale_stride apart. BY_BLOCK:
-    there is a scale per 128 columns, and CTA (row, part) takes BLOCKS of them. Otherwise there is
-    one scale per row, and CTA (row, 0) takes the whole row. A maximum is exact, so neither BLOCKS
-    nor the warps change a bit.
+    BY_BLOCK: there is a scale per 128 columns, and CTA (row, part) takes BLOCKS of them. Otherwise
+    there is one scale per row, and CTA (row, 0) takes the whole row. A maximum is exact, so neither
+    BLOCKS nor the warps change a bit.
+
+    words_ptr: [T, padded_words] int32. scales_ptr: [groups, T], groups scale_stride apart.
     """
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
