@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""fp8_linear for many tokens on Hopper, in Gluon: the bits of kernels.py.
+"""fp8_linear on Hopper, in Gluon: the bits of kernels.py.
 
 A persistent CTA computes tiles of 128 outputs. It is warp-specialized: a producer warp copies
 blocks of 128 columns, codes of both operands, by TMA through a multistage pipeline. Two consumer
@@ -35,6 +35,8 @@ from lockstep.kernels.formats.weights import Fp8Weight
 from lockstep.kernels.fp8_linear import fp8_linear
 from lockstep.kernels.fp8_linear.triton import (
     SCALE_ALIGNMENT,
+    Fp8Tile,
+    choose_tile,
     fp8_linear_triton,
     quantize_rows_triton,
 )
@@ -45,6 +47,8 @@ K_BLOCK = gl.constexpr(WORD_COLUMNS)
 """Columns of a block, and of a stage."""
 ROWS = gl.constexpr(64)
 """Outputs of a consumer warpgroup: the M of a wgmma."""
+WIDE = gl.constexpr(128)
+"""Tokens of the widest tile."""
 CTA_ROWS = 2 * 64
 """Outputs of a tile."""
 CODES_LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
@@ -110,19 +114,21 @@ def _produce(
 @gluon.jit
 def _partition(
     w_scales_ptr, x_stages, w_stages, x_scale_stages, full, empty, turns, stage, phase, turn, begin,
-    end, WARPGROUP: gl.constexpr, BY_BLOCK: gl.constexpr, ORDER: gl.constexpr,
+    end, WARPGROUP: gl.constexpr, BY_BLOCK: gl.constexpr,
 ):  # fmt: skip
     """Accumulate one split-K partition, blocks begin .. end.
 
-    The warpgroups take turns at the tensor cores: while one adds its sums, the products of the
-    other run.
+    In wide tiles the warpgroups take turns at the tensor cores: while one adds its sums, the
+    product of the other runs.
 
-    w_scales_ptr: the outputs' scale of block 0.
+    w_scales_ptr: the outputs' scale of block 0. turns: a barrier for each warpgroup, which
+    completes when the other one has ended a product. turn: parity of the next one.
 
     Returns: acc [ROWS, TOKENS], stage, phase, turn.
     """
     STAGES: gl.constexpr = full.shape[0]
     TOKENS: gl.constexpr = x_stages.shape[1]
+    TAKES_TURNS: gl.constexpr = TOKENS == WIDE
     layout: gl.constexpr = accumulator_layout(TOKENS)
     acc = gl.zeros((ROWS, TOKENS), gl.float32, layout)
     zeros = acc
@@ -130,20 +136,19 @@ def _partition(
         if BY_BLOCK:
             w_scale = gl.load(w_scales_ptr + block)
         mbarrier.wait(full.index(stage), phase)
-        if ORDER > 0:
+        if TAKES_TURNS:
+            # Warpgroup 0 begins: the phase before the first one of a fresh barrier is complete.
             mbarrier.wait(turns.index(WARPGROUP), turn ^ (1 - WARPGROUP))
             turn ^= 1
         w_block = w_stages.index(stage).slice(WARPGROUP * ROWS, ROWS)
         x_block = x_stages.index(stage).permute((1, 0))
         sums = warpgroup_mma(w_block, x_block, zeros, use_acc=False, is_async=True)
-        if ORDER == 1:
-            mbarrier.arrive(turns.index(1 - WARPGROUP))
         if BY_BLOCK:
             # While the product runs.
             x_scales = x_scale_stages.index(stage).slice(0, TOKENS)
             scale = x_scales.load(gl.SliceLayout(0, layout)) * w_scale
         sums = warpgroup_mma_wait(0, deps=(sums,))
-        if ORDER == 2:
+        if TAKES_TURNS:
             mbarrier.arrive(turns.index(1 - WARPGROUP))
         if BY_BLOCK:
             fence_async_shared()  # reads of the scales precede the copy engine's next write
@@ -181,7 +186,7 @@ def _consume(
     x_scales_ptr, w_scales_ptr, out_ptr, x_stages, w_stages, x_scale_stages, full, empty, turns,
     tokens, N, all_blocks, length, first_row, w_scale_stride, out_stride, tiles,
     WARPGROUP: gl.constexpr, COUNT: gl.constexpr, GROUP: gl.constexpr, SCALE_ROWS: gl.constexpr,
-    BY_BLOCK: gl.constexpr, ORDER: gl.constexpr,
+    BY_BLOCK: gl.constexpr,
 ):  # fmt: skip
     """Run consumer warpgroup number WARPGROUP of two: its 64 outputs of each tile of this CTA."""
     TOKENS: gl.constexpr = x_stages.shape[1]
@@ -199,7 +204,7 @@ def _consume(
             begin, end = _blocks(part, step, length, all_blocks, COUNT)
             acc, stage, phase, turn = _partition(
                 w_scales, x_stages, w_stages, x_scale_stages, full, empty, turns, stage, phase,
-                turn, begin, end, WARPGROUP, BY_BLOCK, ORDER,
+                turn, begin, end, WARPGROUP, BY_BLOCK,
             )  # fmt: skip
             if not BY_BLOCK:
                 w_scale = gl.load(w_scales_ptr + (row + first_row) // SCALE_ROWS * w_scale_stride)
@@ -216,7 +221,7 @@ def fp8_gemm_hopper_kernel(
     x_desc, w_desc, x_scales_desc, x_scales_ptr, w_scales_ptr, out_ptr, tokens, N, all_blocks,
     length, first_row, x_scale_stride, w_scale_stride, out_stride, tiles,
     COUNT: gl.constexpr, GROUP: gl.constexpr, SCALE_ROWS: gl.constexpr, BY_BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, ORDER: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute the tiles of out [parts, tokens, N] that belong to this CTA; see fp8_gemm_kernel.
 
@@ -251,12 +256,12 @@ def fp8_gemm_hopper_kernel(
             (_consume, (
                 x_scales_ptr, w_scales_ptr, out_ptr, x_stages, w_stages, x_scale_stages, full,
                 empty, turns, tokens, N, all_blocks, length, first_row, w_scale_stride, out_stride,
-                tiles, 0, COUNT, GROUP, SCALE_ROWS, BY_BLOCK, ORDER,
+                tiles, 0, COUNT, GROUP, SCALE_ROWS, BY_BLOCK,
             )),
             (_consume, (
                 x_scales_ptr, w_scales_ptr, out_ptr, x_stages, w_stages, x_scale_stages, full,
                 empty, turns, tokens, N, all_blocks, length, first_row, w_scale_stride, out_stride,
-                tiles, 1, COUNT, GROUP, SCALE_ROWS, BY_BLOCK, ORDER,
+                tiles, 1, COUNT, GROUP, SCALE_ROWS, BY_BLOCK,
             )),
             (_produce, (
                 x_desc, w_desc, x_scales_desc, x_stages, w_stages, x_scale_stages, full, empty,
@@ -281,31 +286,41 @@ class HopperTile:
     count: int
 
 
-STAGES = {16: 11, 32: 10, 64: 8, 128: 6}
+STAGES = {16: 11, 32: 10, 64: 8, WIDE.value: 6}
 """Pipeline stages by tokens of a tile: the most that fit next to the buffer of the epilogue."""
-MAX_NARROW = 256
-"""Maximum tokens of a product that go in tiles of 64 or fewer."""
-ORDER = 1
+NARROW = 64
+MAX_NARROW = 512
+"""Maximum tokens of a product that goes in tiles of NARROW tokens or fewer, each of one split-K
+partition."""
 GROUP = 16
 """Row tiles that share a column tile's weights in L2."""
 
 
-def choose_hopper_tile(
-    tokens: int, n: int, split_k: int, may_split: bool, target: CompileTarget
-) -> HopperTile:
-    """Return the tile. may_split: the partials may be written to memory."""
-    tile_tokens = next(
-        (size for size in STAGES if tokens <= size), 64 if tokens <= MAX_NARROW else 128
-    )
-    tiles = triton.cdiv(tokens, tile_tokens) * triton.cdiv(n, CTA_ROWS)
-    splits = may_split and split_k * tiles <= target.num_sms
-    return HopperTile(tile_tokens, STAGES[tile_tokens], 1 if splits else split_k)
+def choose_hopper_tile(tokens: int, split_k: int, may_split: bool) -> HopperTile:
+    """Return the tile. may_split: the partials may be written to memory.
+
+    Times are in docs/kernels/fp8_linear.md.
+    """
+    size = next((size for size in STAGES if min(tokens, NARROW) <= size), NARROW)
+    if tokens > MAX_NARROW:
+        size = WIDE.value
+    splits = may_split and tokens <= MAX_NARROW
+    return HopperTile(size, STAGES[size], 1 if splits else split_k)
 
 
 def fits(weight: Fp8Weight, split_k: int) -> bool:
     """Return whether the kernel serves a weight: 64 outputs share a scale per block."""
     shared = weight.block_n % ROWS.value == 0 and weight.first % ROWS.value == 0
     return split_k <= 2 and (weight.block_k >= weight.k or shared)
+
+
+def tile_of(
+    tokens: int, weight: Fp8Weight, split_k: int, may_split: bool, target: CompileTarget
+) -> HopperTile | Fp8Tile:
+    """Return the tile of this kernel, or that of triton.py where the kernel does not run."""
+    if target.arch == HOPPER and fits(weight, split_k):
+        return choose_hopper_tile(tokens, split_k, may_split)
+    return choose_tile(tokens, split_k, may_split, target)
 
 
 def launch_hopper(
@@ -336,7 +351,7 @@ def launch_hopper(
         x_desc, w_desc, x_scales_desc, x_scales, weight.scales, out, tokens, n,
         triton.cdiv(k, WORD_COLUMNS), triton.cdiv(partition_length(k, split_k), WORD_COLUMNS),
         weight.first, x_scales.stride(1), weight.scales.stride(0), out.stride(-2), tiles,
-        tile.count, GROUP, weight.block_n, by_block, tile.stages, ORDER,
+        tile.count, GROUP, weight.block_n, by_block, tile.stages,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -359,14 +374,14 @@ def fp8_linear_hopper(
 ) -> Tensor:
     """See lockstep.kernels.fp8_linear.contract.fp8_linear. Last strides must be 1.
 
-    Few tokens, and weights that do not fit, go through triton.py.
+    Weights that do not fit go through triton.py.
     """
     tokens = len(x)
     if not tokens or not fits(weight, split_k):
         return fp8_linear_triton(x, weight, split_k, allow_partials, out)
     n = weight.shape[0]
     target = compile_target(x.device)
-    tile = choose_hopper_tile(tokens, n, split_k, out is None, target)
+    tile = choose_hopper_tile(tokens, split_k, out is None)
     if tile.count < split_k:
         partials = torch.empty(split_k, tokens, n, dtype=torch.float32, device=x.device)
         launch_hopper(x, weight, split_k, tile, target, partials)
