@@ -26,7 +26,6 @@ from lockstep.kernels.sampling import cpu as sampling_cpu
 from lockstep.kernels.sampling.reference import _best, uniform
 from lockstep.kernels.simd import compiler, functions, vectors
 from lockstep.kernels.step_metadata import advance_rows, prepare_step
-from tests.forked_processes import ForkedProgram
 from tests.kernels.backends import same_bits
 from tests.kernels.test_prepacked import DTYPES, SHAPES, wide_range_rows
 
@@ -34,17 +33,21 @@ ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 70)
 """Numbers of rows that reach every loop of the product, with its remainders."""
 
 
-def _make_elementwise(function):
-    @compiler.kernel
-    def elementwise(x, out, count):
-        for i in range(0, count, vectors.LANES):
-            value = function(vectors.vload_part(vectors.F32, x, i, count))
-            vectors.vstore_part(vectors.F32, out, i, count, value)
-
-    return elementwise
+@compiler.kernel
+def _exp(x, out, count):
+    for i in range(0, count, vectors.LANES):
+        value = functions.exp(vectors.vload_part(vectors.F32, x, i, count))
+        vectors.vstore_part(vectors.F32, out, i, count, value)
 
 
-ELEMENTWISE = {f.__name__: _make_elementwise(f) for f in (functions.exp, functions.sigmoid)}
+@compiler.kernel
+def _sigmoid(x, out, count):
+    for i in range(0, count, vectors.LANES):
+        value = functions.sigmoid(vectors.vload_part(vectors.F32, x, i, count))
+        vectors.vstore_part(vectors.F32, out, i, count, value)
+
+
+ELEMENTWISE = {"exp": _exp, "sigmoid": _sigmoid}
 
 
 def apply(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -236,55 +239,6 @@ def test_attention_leaves_padding_tokens_alone() -> None:
     expected = attend(**batch)
     q = torch.cat([batch["q"], torch.full((60, 4, 32), float("nan"))])
     assert torch.equal(attend(**batch | {"q": q})[:5], expected)
-
-
-def test_kernels_on_disk_depend_on_the_files_that_they_inline() -> None:
-    """An edit of a function that kernels inline must not leave old machine code in use."""
-    stamp = ELEMENTWISE["exp"]._cache._cache_file._source_stamp
-    assert stamp[1] == compiler._inlined_stamp()
-    names = {name for name, *_ in stamp[1]}
-    assert names >= {"simd/vectors.py", "simd/functions.py", "simd/compiler.py"}
-    # rotary and gated_delta_rule inline its norm_row and gated_norm_row.
-    assert "norm/numba_kernels.py" in names
-
-
-CALLS_A_KERNEL = """
-import sys
-import time
-from pathlib import Path
-
-folder = Path(sys.argv[1])
-sys.path.insert(0, str(folder))
-from kernel_of_two_processes import double
-
-compile_double = double._compiler.compile
-
-
-def compile_slowly(*arguments):
-    time.sleep(1)  # so that both processes compile at the same time, if nothing prevents it
-    return compile_double(*arguments)
-
-
-double._compiler.compile = compile_slowly
-(folder / f"ready_{sys.argv[2]}").touch()
-while len(list(folder.glob("ready_*"))) < 2:
-    time.sleep(0.01)
-assert double(21) == 42
-print(sum(double.stats.cache_misses.values()), sum(double.stats.cache_hits.values()))
-"""
-
-
-def test_processes_that_start_together_compile_a_kernel_once(tmp_path: Path) -> None:
-    """The second process loads what the first one keeps."""
-    (tmp_path / "kernel_of_two_processes.py").write_text(
-        "from lockstep.kernels.simd.compiler import kernel\n"
-        "@kernel\n"
-        "def double(x):\n"
-        "    return 2 * x\n"
-    )
-    programs = [ForkedProgram(CALLS_A_KERNEL, [str(tmp_path), index]) for index in "01"]
-    outputs = [program.communicate() for program in programs]
-    assert sorted(outputs) == [("0 1\n", ""), ("1 0\n", "")]
 
 
 LOADS_TORCH_BACKENDS = (
