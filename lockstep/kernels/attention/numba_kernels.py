@@ -11,7 +11,7 @@ The bits of a query depend on its row's keys alone:
 
 import numpy as np
 
-from lockstep.kernels.simd.compiler import inline, kernel
+from lockstep.kernels.simd.compiler import KernelTable, inline, kernel
 from lockstep.kernels.simd.functions import exp, sigmoid
 from lockstep.kernels.simd.vectors import (
     F32,
@@ -201,4 +201,6 @@ def _make_kernel(dtype, size):
     return paged_attention
 
 
-KERNELS = {dtype: _make_kernel(loaded, dtype.itemsize) for dtype, loaded in FLOATS.items()}
+KERNELS = KernelTable(
+    (dtype, _make_kernel(loaded, dtype.itemsize)) for dtype, loaded in FLOATS.items()
+)

@@ -10,7 +10,7 @@ import numpy as np
 from lockstep.kernels.gated_delta_rule.reference import L2_EPS
 from lockstep.kernels.norm.numba_kernels import gated_norm_row
 from lockstep.kernels.recurrent.numba_kernels import next_folded
-from lockstep.kernels.simd.compiler import inline, kernel
+from lockstep.kernels.simd.compiler import KernelTable, inline, kernel
 from lockstep.kernels.simd.functions import exp, inverse_sqrt, sigmoid, silu, softplus
 from lockstep.kernels.simd.vectors import (
     BF16,
@@ -298,10 +298,10 @@ def _make_kernel(dtype, size, state_dtype, state_size):
     return gated_delta_step
 
 
-KERNELS = {
-    (dtype, state): _make_kernel(loaded, dtype.itemsize, loaded_state, state.itemsize)
+KERNELS = KernelTable(
+    ((dtype, state), _make_kernel(loaded, dtype.itemsize, loaded_state, state.itemsize))
     for dtype, loaded in FLOATS.items()
     for state, loaded_state in FLOATS.items()
     if loaded_state in (F32, BF16)
-}
+)
 """(dtype, dtype of the state in memory) -> kernel."""

@@ -3,7 +3,7 @@
 
 import math
 
-from lockstep.kernels.simd.compiler import inline, kernel
+from lockstep.kernels.simd.compiler import KernelTable, inline, kernel
 from lockstep.kernels.simd.functions import silu
 from lockstep.kernels.simd.vectors import (
     F32,
@@ -123,10 +123,11 @@ def _by_name(*kernels):
     return {compiled.__name__: compiled for compiled in kernels}
 
 
-KERNELS = {
-    dtype: _by_name(
-        *_make_norms(loaded, dtype.itemsize), *_make_gated_norms(loaded, dtype.itemsize)
+KERNELS = KernelTable(
+    (
+        dtype,
+        _by_name(*_make_norms(loaded, dtype.itemsize), *_make_gated_norms(loaded, dtype.itemsize)),
     )
     for dtype, loaded in FLOATS.items()
-}
+)
 """Dtype -> op -> kernel."""

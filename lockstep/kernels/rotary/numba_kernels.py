@@ -2,7 +2,7 @@
 """Numba kernel of rope_and_cache: norm, rotation and cache write of every head, in one call."""
 
 from lockstep.kernels.norm.numba_kernels import norm_row
-from lockstep.kernels.simd.compiler import inline, kernel
+from lockstep.kernels.simd.compiler import KernelTable, inline, kernel
 from lockstep.kernels.simd.vectors import F32, FLOATS, LANES, load_int, vload_part, vstore_part
 
 
@@ -73,4 +73,6 @@ def _make_kernel(dtype, size):
     return rope_and_cache
 
 
-KERNELS = {dtype: _make_kernel(loaded, dtype.itemsize) for dtype, loaded in FLOATS.items()}
+KERNELS = KernelTable(
+    (dtype, _make_kernel(loaded, dtype.itemsize)) for dtype, loaded in FLOATS.items()
+)

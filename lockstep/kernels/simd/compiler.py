@@ -19,6 +19,13 @@ def inline(function):
     return njit(function, no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)
 
 
+class KernelTable(dict):
+    """Kernels by the dtypes that they load and store."""
+
+    def __missing__(self, dtypes):
+        raise ValueError(f"no Numba kernel loads {dtypes}; there are kernels of {list(self)}")
+
+
 def kernel(function):
     """Compile a function of numbers and addresses at its first call, and keep it on disk.
 
