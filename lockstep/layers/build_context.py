@@ -338,7 +338,7 @@ class BuildContext:
 
     def quantized_weight(self, n: int, k: int, layout: Layout) -> QuantizedWeight:
         """Return an unfilled quantized weight [n, k]."""
-        self._reserve(layout.empty(n, k, "meta").nbytes, (n, k))
+        self.reserve(layout.empty(n, k, "meta").nbytes, (n, k))
         return layout.empty(n, k, self.device)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
@@ -348,9 +348,10 @@ class BuildContext:
         return torch.nn.Parameter(tensor, requires_grad=False)
 
     def _count(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self._reserve(prod(shape) * dtype.itemsize, shape)
+        self.reserve(prod(shape) * dtype.itemsize, shape)
 
-    def _reserve(self, size: int, shape: tuple[int, ...]) -> None:
+    def reserve(self, size: int, shape: tuple[int, ...]) -> None:
+        """Count the bytes of a weight before they are allocated. Raises CapacityError."""
         remedy = "Correct the sizes in config.json, or choose a smaller model or dtype."
         name = f"a weight {list(shape)} of {self.layer or 'the model'}"
         self.memory_budget.take(size, name, remedy)

@@ -11,7 +11,7 @@ from lockstep.kernels.arguments import place
 from lockstep.kernels.formats.weights import K_BLOCK, Fp8Weight, unpack_codes
 from lockstep.kernels.formats.weights.fp8 import e4m3_values
 from lockstep.kernels.fp8_linear import MIN_SCALE, fp8_linear, quantize_rows
-from lockstep.kernels.fp8_linear.cpu import WideFp8Weight
+from lockstep.kernels.fp8_linear.cpu import PrepackedFp8Weight
 from tests.kernels.backends import Backend, backends, same_bits
 
 QUANTIZERS = [*backends(op=quantize_rows)]
@@ -147,7 +147,7 @@ def test_order_within_a_block_changes_no_bit_on_a_cpu(block_k: int) -> None:
 def test_prepacked_weight_has_the_bits_of_its_definition(dtype: torch.dtype) -> None:
     x = torch.randn(9, 300, generator=torch.Generator().manual_seed(6)).to(dtype)
     weight = random_weight(33, 300, 128, 128)
-    prepacked = WideFp8Weight(weight, dtype)
+    prepacked = PrepackedFp8Weight(weight, dtype)
     out = torch.zeros(9, 40, dtype=dtype)
     prepacked.multiply(x, out[:, 3:36])
     assert same_bits(prepacked.define(x), prepacked.multiply(x))
