@@ -122,7 +122,7 @@ class BuildContext:
         """This process in the tensor-parallel group."""
         return Rank(self.group.index, self.group.size)
 
-    def at(self, layer: str, path: str | None = None) -> "BuildContext":
+    def for_layer(self, layer: str, path: str | None = None) -> "BuildContext":
         """Return a copy for another layer, whose module in the checkpoint is `path` (None: the
         layer's name).
         """
@@ -131,9 +131,9 @@ class BuildContext:
         copied.path = layer if path is None else path
         return copied
 
-    def within(self, name: str) -> "BuildContext":
+    def for_submodule(self, name: str) -> "BuildContext":
         """Return a copy for a submodule of the current module."""
-        return self.at(self.layer, f"{self.path}.{name}")
+        return self.for_layer(self.layer, f"{self.path}.{name}")
 
     def for_checkpoint(
         self,

@@ -269,7 +269,7 @@ def test_quantized_head_of_a_drafter_has_the_storage_of_the_target(
     head = Head(gguf_build, 48, 64)
     assert head.quantized is not None
     head.quantized.fill_dummy(torch.Generator().manual_seed(0))
-    drafts = gguf_build.at("draft")
+    drafts = gguf_build.for_layer("draft")
     drafts.exact = False
     shared = Head(drafts, 48, 64, head)
     assert list(head.weights()) == ["lm_head.weight"] and not shared.weights()
@@ -297,7 +297,7 @@ def test_head_of_a_drafter_has_the_prepacked_codes_of_the_target() -> None:
     head = Head(build, 48, 64)
     assert head.quantized is not None
     head.quantized.fill_dummy(torch.Generator().manual_seed(0))
-    drafts = build.at("draft")
+    drafts = build.for_layer("draft")
     drafts.exact = False
     shared = Head(drafts, 48, 64, head)
     finish(head, shared)
