@@ -33,8 +33,8 @@ def mtp_inputs_kernel(
 
 @triton.jit(do_not_specialize=["rows", "max_drafts", "index", "shift", "columns", "page_size"])
 def next_draft_step_kernel(
-    computed, folded, drafts, row_ids, tokens, page_table, token_ids, positions, slot_mapping,
-    starts, folded_out, seq_lens, cu_seqlens, token_rows, sample_at, rows, max_drafts, index, shift,
+    computed, table_folded, drafts, row_ids, tokens, page_table, token_ids, positions, slot_mapping,
+    starts, folded, seq_lens, cu_seqlens, token_rows, sample_at, rows, max_drafts, index, shift,
     columns, page_size, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store one draft token per row and advance the row's position (BLOCK rows per CTA)."""
@@ -50,7 +50,7 @@ def next_draft_step_kernel(
     tl.store(positions + at, start.to(tl.int64), mask=live)
     tl.store(sample_at + at, start.to(tl.int64) + 2 - shift, mask=live)
     tl.store(starts + at, start, mask=live)
-    tl.store(folded_out + at, tl.load(folded + row), mask=live)
+    tl.store(folded + at, tl.load(table_folded + row), mask=live)
     tl.store(seq_lens + at, start + 1, mask=live)
     tl.store(token_rows + at, at.to(tl.int64), mask=live)
     tl.store(cu_seqlens + at, at, mask=at <= rows)  # rows + 1 entries

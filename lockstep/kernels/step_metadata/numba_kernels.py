@@ -30,9 +30,9 @@ def _drafts_of_row(
 
 @kernel
 def prepare_step(
-    history, forced_end, computed, table_folded, table_drafts, draft_limit, table_pages, row_slots,
-    row_ids, query_lens, sources, starts, committed, seq_lens, cu_seqlens, folded, page_table,
-    state_slots, state_src, ends, drafts, sample_at, token_rows, positions, token_ids,
+    history, forced_end, computed, table_folded, table_drafts, draft_limit, table_pages,
+    table_slots, row_ids, query_lens, sources, starts, committed, seq_lens, cu_seqlens, folded,
+    page_table, state_slots, state_src, ends, drafts, sample_at, token_rows, positions, token_ids,
     slot_mapping, rows, tokens, query_len, page_size, length, max_drafts, columns,
 ):  # fmt: skip
     """Fill a step's metadata. query_lens: 0 for a uniform step."""
@@ -43,12 +43,12 @@ def prepare_step(
         row = load_int(row_ids, s)
         start = load_int32(computed, row)
         count = query_len if query_lens == 0 else load_int32(query_lens, s)
-        certain = min(max(load_int32(forced_end, row) - start, 1), window)
-        slot = load_int32(row_slots, row)
+        num_committed = min(max(load_int32(forced_end, row) - start, 1), window)
+        slot = load_int32(table_slots, row)
         source = load_int32(sources, s)
         end += count
         store_int32(starts, s, start)
-        store_int32(committed, s, certain if query_lens == 0 else count)
+        store_int32(committed, s, num_committed if query_lens == 0 else count)
         store_int32(seq_lens, s, start + count)
         store_int32(cu_seqlens, s + 1, end)
         store_int32(folded, s, load_int32(table_folded, row))
@@ -59,7 +59,7 @@ def prepare_step(
             page = load_int32(table_pages, row * columns + column)
             store_int32(page_table, s * columns + column, page)
         _drafts_of_row(
-            row, start, certain, window, history, length, table_drafts, max_drafts,
+            row, start, num_committed, window, history, length, table_drafts, max_drafts,
             load_int32(draft_limit, row), drafts + s * (window - 1) * 8,
         )  # fmt: skip
         for i in range(window):
@@ -155,11 +155,12 @@ def advance_rows(
         if emits:
             row_counts = counts + row * vocab * 4
             _commit(row_history, length, first, out, width, row_counts, num_emitted)
-        now = first + num_accepted
+        new_computed = first + num_accepted
+        folded = load_int32(table_folded, row)
         folded = _folded_after(
-            prompt, forced, seq_len, width, now, load_int32(table_folded, row), flush, state_grid
+            prompt, forced, seq_len, width, new_computed, folded, flush, state_grid
         )
-        store_int32(computed, row, now if row > 0 else 0)
+        store_int32(computed, row, new_computed if row > 0 else 0)
         store_int32(table_folded, row, folded if row > 0 else 0)
         for i in range(max_drafts):
             store_int(table_drafts, row * max_drafts + i, -1)
