@@ -283,13 +283,16 @@ def test_operands_that_are_too_short(op: Op) -> None:
             run_numba(op, replaced(arguments, path, tensors[path][:-1].clone()))
 
 
-def test_row_tables_are_of_the_widths_that_kernels_read() -> None:
+def test_row_tables_are_of_the_widths_and_rows_that_kernels_read() -> None:
     load()
     _, arguments = next(iter(load_cases(prepare_step)(torch.float32)))
     table = arguments["table"]
     for name, x in vars(table).items():
         with pytest.raises(ValueError, match=name):
             replace(table, **{name: x.to(torch.int16)})
+        # The number of tokens' rows is the one that the others must have.
+        with pytest.raises(ValueError, match="prompt_len" if name == "tokens" else name):
+            replace(table, **{name: x[:-1]})
 
 
 def test_thread_count_changes_no_bit() -> None:

@@ -147,7 +147,7 @@ class MachineCodeFiles:
                     os.unlink(temporary)
 
     def unlock(self) -> None:
-        """Release the locks that this process holds."""
+        """Release all locks of this process."""
         self.locks.close()
 
     def _lock(self, path: Path) -> None:

@@ -56,8 +56,8 @@ def address_of_rows(
 
 def _operand_error(name: str, x: Tensor, expected: str) -> ValueError:
     shape, strides = list(x.shape), x.stride()
-    found = f"{shape} of {x.dtype} on {x.device} with strides {strides}"
-    return ValueError(f"{name}: the kernel reads {expected}; the tensor is {found}")
+    actual = f"{shape} of {x.dtype} on {x.device} with strides {strides}"
+    return ValueError(f"{name}: the kernel reads {expected}; the tensor is {actual}")
 
 
 def row_strides(x: Tensor) -> tuple[Tensor, int, int, int, int]:
