@@ -34,7 +34,7 @@ def from_tiles(tiles: Tensor, n: int) -> Tensor:
     return tiles.transpose(1, 2).reshape(-1, tiles.shape[1])[:n]
 
 
-def _swap(words: Tensor, outer: int, inner: int) -> Tensor:
+def _swap_word_dims(words: Tensor, outer: int, inner: int) -> Tensor:
     """Swap the two dimensions of the words of 128 columns: [N, B * outer * inner]."""
     return words.reshape(len(words), -1, outer, inner).transpose(2, 3).flatten(1)
 
@@ -115,7 +115,7 @@ class TiledQuantizedWeight(ColumnTiles):
         super().__init__(weight.shape, torch.float32)
         codes = weight.grouped()
         assert codes is not None and fits_tiles(weight), "else it is dequantized when loaded"
-        self.words = to_tiles(_swap(codes.words, QUADS, codes.bits))
+        self.words = to_tiles(_swap_word_dims(codes.words, QUADS, codes.bits))
         # Kernels add the negative of a minimum.
         offsets = -codes.offsets if codes.minima else codes.offsets
         self.scales = torch.stack([to_tiles(codes.scales), to_tiles(offsets)], 2)
@@ -132,7 +132,7 @@ class TiledQuantizedWeight(ColumnTiles):
     def plain(self) -> Tensor:
         """See PrepackedWeight."""
         n, k = self.shape
-        words = _swap(from_tiles(self.words, n), self.bits, QUADS)
+        words = _swap_word_dims(from_tiles(self.words, n), self.bits, QUADS)
         codes = unpack_codes(words, self.bits, k).float()
         scales, offsets = (
             from_tiles(numbers, n).repeat_interleave(self.group, 1)[:, :k]

@@ -30,8 +30,8 @@ def _uniform(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     out = torch.empty(len(positions), len(ids), dtype=torch.float32)
     ids = ids.contiguous()
     ids_address = address("ids", ids, torch.int64, len(ids))
-    for key, line in zip(position_keys(seed, positions), out, strict=True):
-        numba_kernels.uniform(key, ids_address, line.data_ptr(), len(ids))
+    for key, numbers in zip(position_keys(seed, positions), out, strict=True):
+        numba_kernels.uniform(key, ids_address, numbers.data_ptr(), len(ids))
     return out
 
 

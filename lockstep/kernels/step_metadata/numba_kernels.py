@@ -11,15 +11,15 @@ from lockstep.kernels.simd.vectors import load_int, load_int32, store_int, store
 
 
 @inline
-def _drafts_of_row(
+def _write_drafts(
     row, start, committed, window, history, length, table_drafts, max_drafts, limit, drafts
 ):
     """Write a row's drafts [window - 1] of a step, and append them to its tokens in history."""
     for i in range(window - 1):
-        at = row * length + start + 1 + i
+        index = row * length + start + 1 + i
         draft = -1
         if i < committed - 1:
-            draft = load_int(history, at)
+            draft = load_int(history, index)
         elif committed == 1 and i < limit and i < max_drafts:
             draft = load_int(table_drafts, row * max_drafts + i)
         store_int(drafts, i, draft)
@@ -58,7 +58,7 @@ def prepare_step(
         for column in range(columns):
             page = load_int32(table_pages, row * columns + column)
             store_int32(page_table, s * columns + column, page)
-        _drafts_of_row(
+        _write_drafts(
             row, start, num_committed, window, history, length, table_drafts, max_drafts,
             load_int32(draft_limit, row), drafts + s * (window - 1) * 8,
         )  # fmt: skip
@@ -165,10 +165,12 @@ def advance_rows(
         for i in range(max_drafts):
             store_int(table_drafts, row * max_drafts + i, -1)
         store_int32(accepted, s, num_accepted)
-        line = results + s * (width + 4) * 8
+        row_results = results + s * (width + 4) * 8
         for i in range(width):
-            store_int(line, i, load_int(out, i))
-        store_int(line, width, num_accepted)
-        store_int(line, width + 1, drafted)
-        store_int(line, width + 2, mismatch)
-        store_int(line, width + 3, load_int(row_tokens, mismatch if mismatch >= 0 else width - 1))
+            store_int(row_results, i, load_int(out, i))
+        store_int(row_results, width, num_accepted)
+        store_int(row_results, width + 1, drafted)
+        store_int(row_results, width + 2, mismatch)
+        store_int(
+            row_results, width + 3, load_int(row_tokens, mismatch if mismatch >= 0 else width - 1)
+        )
