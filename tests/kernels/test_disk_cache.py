@@ -251,6 +251,17 @@ def test_damaged_file_is_compiled_anew(folder: Path) -> None:
         assert kernel(4) == 8 and misses(kernel) == 0
 
 
+def test_other_users_may_read_files(folder: Path) -> None:
+    """An image for containers is built by root, and run by another user."""
+    mask = os.umask(0o022)
+    try:
+        make_double()(4)
+    finally:
+        os.umask(mask)
+    (path,) = files_of(folder)
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
 def test_file_system_without_locks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(file: Any, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

@@ -21,6 +21,7 @@ import time
 from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
+from uuid import uuid4
 
 import llvmlite
 import numba
@@ -131,20 +132,19 @@ class MachineCodeFiles:
         return contents
 
     def save(self, key, contents) -> None:
-        """Write a file. On a full disk or in a read-only folder, only the next process loses."""
+        """Write a file, or log where the disk is full or the folder is read-only."""
         data = dumps(contents)
-        temporary = None
+        path = self.path(key)
+        # Files of the module tempfile could be read by this user alone.
+        temporary = path.with_suffix(f".{uuid4().hex}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
-                temporary = file.name
-                file.write(hashlib.sha256(data).digest() + data)
-            os.replace(temporary, self.path(key))
+            temporary.write_bytes(hashlib.sha256(data).digest() + data)
+            temporary.replace(path)
         except OSError as error:
             _warn_once(str(self.folder), str(error))
-            if temporary is not None:
-                with suppress(OSError):
-                    os.unlink(temporary)
+            with suppress(OSError):
+                temporary.unlink()
 
     def unlock(self) -> None:
         """Release all locks of this process."""
