@@ -680,7 +680,7 @@ def probe(
         weights = [gemm.weight for gemm in same if gemm.weight is not None]
         probed.probe(rows, weights, same[0].split_k, same[0].allow_partials)
         if not isinstance(same[0], Head):
-            # A call of its own: where memory is too small for it, the other counts stay probed.
+            # A separate call: if memory is too small for it, the other counts stay probed.
             probed.probe((prompt_tokens,), weights, same[0].split_k, same[0].allow_partials)
         served = ", ".join(str(count) for count, why in probed.verdicts.items() if why is None)
         refused = [f"at {count} rows {why}" for count, why in probed.verdicts.items() if why]

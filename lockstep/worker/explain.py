@@ -39,9 +39,9 @@ from lockstep.worker.memory_planner import shortage_reason
 
 SHARED_NOTE = (
     "shared memory by kernel is not computed here: compiling them takes minutes; "
-    "tests/kernels/architectures.py holds every tile to the architecture's"
+    "tests/kernels/architectures.py compares every tile with the architecture's"
 )
-PROBE_NOTE = "cuBLAS may serve some linears: only a probe on the GPU itself says where"
+PROBE_NOTE = "cuBLAS may run some linears: only a probe on the GPU decides which"
 STEP_NOTE = (
     "steps were run dry, the overhead is an estimate; an engine measures both before it takes pages"
 )

@@ -113,7 +113,7 @@ def test_every_op_compiles_for_smallest_shared_memory(
 def test_every_tile_compiles_and_fits_shared_memory(
     name: str, compile_module: Callable[..., list[str]]
 ) -> None:
-    """All launches of an architecture, at the sizes of real models too."""
+    """Compile all launches of an architecture, at the sizes of real models too."""
     assert {line.split()[1] for line in compile_module("architectures", name)} == {
         op.name for op in OPS
     }

@@ -166,7 +166,7 @@ def test_prepacked_weight_has_the_bits_of_its_definition(
 @pytest.mark.parametrize("backend", PRODUCTS)
 @pytest.mark.parametrize("split_k", [1, 2])
 def test_partials_add_up_to_the_result(backend: Backend, split_k: int) -> None:
-    """Several tiles of tokens, with and without `out`, whose CTAs add all partitions."""
+    """Compare several tiles of tokens, with and without `out`, whose CTAs add all partitions."""
     k = 1024
     weight = random_weight(40, k, 128, 128)
     for tokens in (1, 17, 70):
