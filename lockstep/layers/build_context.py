@@ -122,7 +122,7 @@ class BuildContext:
         """This process in the tensor-parallel group."""
         return Rank(self.group.index, self.group.size)
 
-    def at(self, layer: str, path: str | None = None) -> "BuildContext":
+    def for_layer(self, layer: str, path: str | None = None) -> "BuildContext":
         """Return a copy for another layer, whose module in the checkpoint is `path` (None: the
         layer's name).
         """
@@ -131,9 +131,9 @@ class BuildContext:
         copied.path = layer if path is None else path
         return copied
 
-    def within(self, name: str) -> "BuildContext":
+    def for_submodule(self, name: str) -> "BuildContext":
         """Return a copy for a submodule of the current module."""
-        return self.at(self.layer, f"{self.path}.{name}")
+        return self.for_layer(self.layer, f"{self.path}.{name}")
 
     def for_checkpoint(
         self,
@@ -338,7 +338,7 @@ class BuildContext:
 
     def quantized_weight(self, n: int, k: int, layout: Layout) -> QuantizedWeight:
         """Return an unfilled quantized weight [n, k]."""
-        self._reserve(layout.empty(n, k, "meta").nbytes, (n, k))
+        self.reserve(layout.empty(n, k, "meta").nbytes, (n, k))
         return layout.empty(n, k, self.device)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
@@ -348,9 +348,10 @@ class BuildContext:
         return torch.nn.Parameter(tensor, requires_grad=False)
 
     def _count(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self._reserve(prod(shape) * dtype.itemsize, shape)
+        self.reserve(prod(shape) * dtype.itemsize, shape)
 
-    def _reserve(self, size: int, shape: tuple[int, ...]) -> None:
+    def reserve(self, size: int, shape: tuple[int, ...]) -> None:
+        """Count the bytes of a weight before they are allocated. Raises CapacityError."""
         remedy = "Correct the sizes in config.json, or choose a smaller model or dtype."
         name = f"a weight {list(shape)} of {self.layer or 'the model'}"
         self.memory_budget.take(size, name, remedy)

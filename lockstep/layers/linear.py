@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError
 from lockstep.kernels.exchange import Gather, all_columns
-from lockstep.kernels.formats.weights import QuantizedWeight
+from lockstep.kernels.formats.weights import Fp8Weight, QuantizedWeight
 from lockstep.kernels.fp8_linear import fp8_linear
-from lockstep.kernels.fp8_linear.cpu import WideFp8Weight
+from lockstep.kernels.fp8_linear.cpu import PrepackedFp8Weight
 from lockstep.kernels.linear import choose_split_k, linear
 from lockstep.kernels.linear.prepacked import PrepackedWeight, dequantizes, fits_tiles, prepack
 from lockstep.layers.build_context import BuildContext
@@ -201,7 +201,11 @@ class Gemm(Weight):
             prepacks = dequantizes(choice.backend, self.dtype) and fits_tiles(self.quantized)
         self.prepack: Callable[[Any], PrepackedWeight] | None = None
         if build.device == "cpu" and self.product is fp8_linear:
-            self.prepack = partial(WideFp8Weight, dtype=self.dtype)
+            self.prepack = partial(PrepackedFp8Weight, dtype=self.dtype)
+            if not self.shared:
+                assert isinstance(self.quantized, Fp8Weight), "product_of() chose by this class"
+                size = PrepackedFp8Weight.bytes_of(self.quantized) - self.quantized.nbytes
+                build.reserve(size, self.shape)
         elif prepacks:
             self.prepack = partial(prepack, choice.backend)
         choice.storage_format = _describe(row_groups, dequantized=not quantized)

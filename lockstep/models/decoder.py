@@ -185,7 +185,7 @@ class Block(nn.Module):
 
 def mlp_sublayer(build: BuildContext, c: DecoderConfig, *, bias: bool = False) -> Sublayer:
     """Build the gated MLP under its usual checkpoint names."""
-    mlp = GatedMLP(build.within("mlp"), c.hidden_size, c.intermediate_size, bias=bias)
+    mlp = GatedMLP(build.for_submodule("mlp"), c.hidden_size, c.intermediate_size, bias=bias)
     return Sublayer(build, c, "post_attention_layernorm", "mlp", mlp)
 
 
@@ -202,10 +202,12 @@ def attention_layers(
     """
     rotary = c.rope.rotary(build)
     for i in range(count):
-        at = build.at(f"layers.{i}")
+        layer_build = build.for_layer(f"layers.{i}")
         sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim)
-        mixer = Attention(at.within("self_attn"), *sizes, rotary=rotary, **attention)
-        yield Sublayer(at, c, "input_layernorm", "self_attn", mixer), mlp(at, i)
+        mixer = Attention(
+            layer_build.for_submodule("self_attn"), *sizes, rotary=rotary, **attention
+        )
+        yield Sublayer(layer_build, c, "input_layernorm", "self_attn", mixer), mlp(layer_build, i)
 
 
 class Decoder(nn.Module, ABC):
@@ -229,11 +231,11 @@ class Decoder(nn.Module, ABC):
         # Before any layer is built: KV formats by layer refer to the numbers of attention layers.
         build.kv = build.kv.resolved(self.attention_layers())
         sizes = (c.vocab_size, c.hidden_size)
-        self.embed = Embedding(build.at("embed"), *sizes, self.embed_name)
+        self.embed = Embedding(build.for_layer("embed"), *sizes, self.embed_name)
         self.blocks = nn.ModuleList(Block(*sublayers) for sublayers in self.layers(build))
-        self.norm = AddRMSNorm(build.at("norm"), c.hidden_size, c.eps, c.norm_offset)
+        self.norm = AddRMSNorm(build.for_layer("norm"), c.hidden_size, c.eps, c.norm_offset)
         tied = self.embed if c.tied else None
-        self.head = Head(build.at("head", path=""), *sizes, embedding=tied)
+        self.head = Head(build.for_layer("head", path=""), *sizes, embedding=tied)
 
     def attention_layers(self) -> Sequence[int]:
         """Return the numbers of the attention layers: all, unless the architecture overrides it."""

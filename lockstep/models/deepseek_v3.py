@@ -103,7 +103,7 @@ def _read_mixture(c: ConfigReader, layers: int) -> MoEConfig:
 
 def attention_sublayer(build: BuildContext, c: Config, rotary: Rotary) -> Sublayer:
     """Build a latent-attention sublayer."""
-    mixer = c.latents.mixer(build.within("self_attn"), c.hidden_size, rotary)
+    mixer = c.latents.mixer(build.for_submodule("self_attn"), c.hidden_size, rotary)
     return Sublayer(build, c, "input_layernorm", "self_attn", mixer)
 
 
@@ -122,11 +122,11 @@ class Model(Decoder):
         c = self.config
         rotary = c.rope.rotary(build)
         for i in range(c.layers):
-            at = build.at(f"layers.{i}")
+            layer_build = build.for_layer(f"layers.{i}")
             dense = i in c.mixture.dense_layers
             yield (
-                attention_sublayer(at, c, rotary),
-                mlp_sublayer(at, c) if dense else moe_sublayer(at, c),
+                attention_sublayer(layer_build, c, rotary),
+                mlp_sublayer(layer_build, c) if dense else moe_sublayer(layer_build, c),
             )
 
 
@@ -136,15 +136,18 @@ class Draft(MTPModule):
     def __init__(self, target: Model, build: BuildContext, ids: Tensor | None = None) -> None:
         path = f"layers.{target.config.layers}"
         super().__init__(target, build, ids, module=path, projection="eh_proj")
-        at = build.at(build.layer, path)
+        layer_build = build.for_layer(build.layer, path)
         self.embed_shape = (target.config.vocab_size, target.config.hidden_size)
-        self.twins = [name for name in TWINS if at.submodule_tensors(name)]
+        self.twins = [name for name in TWINS if layer_build.submodule_tensors(name)]
 
     def layers(self, target: Any, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
         """Yield latent attention and the mixture."""
         c = target.config
-        at = build.at(build.layer, f"layers.{c.layers}")
-        yield attention_sublayer(at, c, c.rope.rotary(at)), moe_sublayer(at, c)
+        layer_build = build.for_layer(build.layer, f"layers.{c.layers}")
+        yield (
+            attention_sublayer(layer_build, c, c.rope.rotary(layer_build)),
+            moe_sublayer(layer_build, c),
+        )
 
     def weights(self) -> dict[str, Target]:
         """Map the module's tensors to their destinations; copies of shared weights are read and

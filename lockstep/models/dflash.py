@@ -177,7 +177,7 @@ class BlockDraftModel(nn.Module):
         self.aux_hidden_layers = c.aux_hidden_layers
         self.ids: Tensor | None = None
         self.embed = target.embed
-        top = build.at(build.layer, "")
+        top = build.for_layer(build.layer, "")
         width = len(c.aux_hidden_layers) * c.hidden_size
         self.fc = GatheredLinear(top, width, {"fc": Columns.of(c.hidden_size)})
         self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps)
@@ -191,10 +191,13 @@ class BlockDraftModel(nn.Module):
         rotary = c.rope.rotary(build)
         sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim)
         for i in range(c.layers):
-            at = build.at(f"layers.{i}")
-            attention = at.within("self_attn")
+            layer_build = build.for_layer(f"layers.{i}")
+            attention = layer_build.for_submodule("self_attn")
             mixer = BlockAttention(attention, *sizes, rotary=rotary, qk_norm=True, eps=c.eps)
-            yield Sublayer(at, c, "input_layernorm", "self_attn", mixer), mlp_sublayer(at, c)
+            yield (
+                Sublayer(layer_build, c, "input_layernorm", "self_attn", mixer),
+                mlp_sublayer(layer_build, c),
+            )
 
     @property
     def logit_shard(self) -> LogitShard:

@@ -294,10 +294,12 @@ def later_layers(
 ) -> Iterator[tuple[Sublayer, Sublayer]]:
     """Yield the sublayers of the layers after the first, which read the state alone."""
     for index in range(1, c.layers):
-        at = build.at(build.layer, f"layers.{index}")
-        mixer = attention_mixer(at.within("self_attn"), c, (c.hidden_size, c.hidden_size), rotary)
-        mlp = mlp_sublayer(at, c, bias=c.mlp_bias)
-        yield Sublayer(at, c, "input_layernorm", "self_attn", mixer), mlp
+        layer_build = build.for_layer(build.layer, f"layers.{index}")
+        mixer = attention_mixer(
+            layer_build.for_submodule("self_attn"), c, (c.hidden_size, c.hidden_size), rotary
+        )
+        mlp = mlp_sublayer(layer_build, c, bias=c.mlp_bias)
+        yield Sublayer(layer_build, c, "input_layernorm", "self_attn", mixer), mlp
 
 
 class Eagle3Head(nn.Module):
@@ -332,7 +334,7 @@ class Eagle3Head(nn.Module):
                 f"{c.hidden_size} is not the target's, {c.target_hidden_size}, whose embedding it "
                 "would read. Fetch a whole head."
             )
-        top = build.at(build.layer, "")
+        top = build.for_layer(build.layer, "")
         width = len(c.aux_hidden_layers) * c.target_hidden_size
         self.before_fc = RMSNorm(build, width, c.eps) if c.norm_before_fc else None
         self.aux_norms = nn.ModuleList(
@@ -345,15 +347,15 @@ class Eagle3Head(nn.Module):
             if width != c.hidden_size
             else None
         )
-        at = build.at(build.layer, LAYER)
+        layer_build = build.for_layer(build.layer, LAYER)
         rotary = c.rope.rotary(build)
         self.embed_norm = RMSNorm(build, c.hidden_size, c.eps)
         self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps)
         mixes = (2 * c.hidden_size, c.hidden_size)
-        self.attention = attention_mixer(at.within("self_attn"), c, mixes, rotary)
+        self.attention = attention_mixer(layer_build.for_submodule("self_attn"), c, mixes, rotary)
         self.mlp_norm = AddRMSNorm(build, c.hidden_size, c.eps)
         sizes = (c.hidden_size, c.intermediate_size)
-        self.mlp = GatedMLP(at.within("mlp"), *sizes, bias=c.mlp_bias)
+        self.mlp = GatedMLP(layer_build.for_submodule("mlp"), *sizes, bias=c.mlp_bias)
         self.blocks = nn.ModuleList(
             Block(*sublayers) for sublayers in later_layers(build, c, rotary)
         )

@@ -60,7 +60,7 @@ class Model(Decoder):
         c = self.config
         biases = dict(bias=c.attention_bias, out_bias=c.attention_bias)
 
-        def mlp(at: BuildContext, layer: int) -> Sublayer:
-            return mlp_sublayer(at, c, bias=c.mlp_bias)
+        def mlp(layer_build: BuildContext, layer: int) -> Sublayer:
+            return mlp_sublayer(layer_build, c, bias=c.mlp_bias)
 
         return attention_layers(build, c, c.layers, mlp, **biases)

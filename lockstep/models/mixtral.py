@@ -50,7 +50,7 @@ class Model(Decoder):
         """Yield full attention and a mixture of experts for every layer."""
         c = self.config
 
-        def mlp(at: BuildContext, layer: int) -> Sublayer:
-            return c.mixture.sublayer(at, c, "block_sparse_moe", names=EXPERT)
+        def mlp(layer_build: BuildContext, layer: int) -> Sublayer:
+            return c.mixture.sublayer(layer_build, c, "block_sparse_moe", names=EXPERT)
 
         return attention_layers(build, c, c.layers, mlp)

@@ -30,7 +30,7 @@ class MoEConfig:
         lockstep.layers.moe.MoE.
         """
         moe = MoE(
-            build.within(name),
+            build.for_submodule(name),
             c.hidden_size,
             self.inner,
             self.routing,

@@ -47,8 +47,10 @@ class MTPModule(nn.Module, ABC):
         self.embed = target.embed
         self.embed_norm = RMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
-        at = build.at(build.layer, module)
-        self.fc = GatheredLinear(at, 2 * c.hidden_size, {projection: Columns.of(c.hidden_size)})
+        layer_build = build.for_layer(build.layer, module)
+        self.fc = GatheredLinear(
+            layer_build, 2 * c.hidden_size, {projection: Columns.of(c.hidden_size)}
+        )
         self.blocks = nn.ModuleList(Block(*sublayers) for sublayers in self.layers(target, build))
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         known = c.vocab_size if ids is None else len(ids)

@@ -319,11 +319,13 @@ class Model(Decoder):
     def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
         """Yield one sublayer per block; the checkpoint calls each `mixer`."""
         for i, kind in enumerate(self.config.kinds):
-            yield (self.single_sublayer(build.at(f"layers.{i}"), kind),)
+            yield (self.single_sublayer(build.for_layer(f"layers.{i}"), kind),)
 
     def single_sublayer(self, build: BuildContext, kind: str) -> Sublayer:
         """Build the sublayer of a block."""
-        return Sublayer(build, self.config, "norm", "mixer", self.body(build.within("mixer"), kind))
+        return Sublayer(
+            build, self.config, "norm", "mixer", self.body(build.for_submodule("mixer"), kind)
+        )
 
     def body(self, build: BuildContext, kind: str) -> nn.Module:
         """Build the body of a block of this type."""
@@ -373,7 +375,7 @@ class Draft(MTPModule):
     def layers(self, target: Any, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
         """Yield one sublayer per block, as in the target."""
         for i, kind in enumerate(target.config.draft_kinds):
-            yield (target.single_sublayer(build.at(build.layer, f"mtp.layers.{i}"), kind),)
+            yield (target.single_sublayer(build.for_layer(build.layer, f"mtp.layers.{i}"), kind),)
 
     def weights(self) -> dict[str, Target]:
         """Map the module's tensors to their destinations.

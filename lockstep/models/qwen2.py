@@ -52,4 +52,6 @@ class Model(Decoder):
     def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
         """Yield full attention and an MLP for every layer."""
         c = self.config
-        return attention_layers(build, c, c.layers, lambda at, _: mlp_sublayer(at, c), bias=True)
+        return attention_layers(
+            build, c, c.layers, lambda layer_build, _: mlp_sublayer(layer_build, c), bias=True
+        )

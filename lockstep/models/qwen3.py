@@ -55,4 +55,6 @@ class Model(Decoder):
         """Yield full attention and an MLP for every layer."""
         c = self.config
         norms = dict(qk_norm=True, eps=c.eps)
-        return attention_layers(build, c, c.layers, lambda at, _: mlp_sublayer(at, c), **norms)
+        return attention_layers(
+            build, c, c.layers, lambda layer_build, _: mlp_sublayer(layer_build, c), **norms
+        )

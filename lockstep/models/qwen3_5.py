@@ -116,11 +116,11 @@ class Model(Decoder):
         c = self.config
         rotary = c.rope.rotary(build)
         for i, kind in enumerate(c.layer_types):
-            at = build.at(f"layers.{i}")
+            layer_build = build.for_layer(f"layers.{i}")
             if kind == "full_attention":
-                yield attention_sublayer(at, c, rotary), self.mlp(at, i)
+                yield attention_sublayer(layer_build, c, rotary), self.mlp(layer_build, i)
             else:
-                yield recurrent_sublayer(at, c), self.mlp(at, i)
+                yield recurrent_sublayer(layer_build, c), self.mlp(layer_build, i)
 
     def mlp(self, build: BuildContext, layer: int | None) -> Sublayer:
         """Build the MLP of a layer, or of the draft module (None)."""
@@ -130,7 +130,7 @@ class Model(Decoder):
 def attention_sublayer(build: BuildContext, c: Config, rotary: Rotary) -> Sublayer:
     """Build a gated-attention sublayer."""
     attention = Attention(
-        build.within("self_attn"),
+        build.for_submodule("self_attn"),
         c.hidden_size,
         c.heads,
         c.kv_heads,
@@ -147,7 +147,7 @@ def attention_sublayer(build: BuildContext, c: Config, rotary: Rotary) -> Sublay
 def recurrent_sublayer(build: BuildContext, c: Config) -> Sublayer:
     """Build a Gated DeltaNet sublayer."""
     delta_net = GatedDeltaNet(
-        build.within("linear_attn"),
+        build.for_submodule("linear_attn"),
         c.hidden_size,
         c.key_heads,
         c.value_heads,
@@ -169,8 +169,11 @@ class Draft(MTPModule):
     def layers(self, target: Any, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
         """Yield gated attention and an MLP."""
         c = target.config
-        at = build.at(build.layer, "mtp.layers.0")
-        yield attention_sublayer(at, c, c.rope.rotary(at)), target.mlp(at, None)
+        layer_build = build.for_layer(build.layer, "mtp.layers.0")
+        yield (
+            attention_sublayer(layer_build, c, c.rope.rotary(layer_build)),
+            target.mlp(layer_build, None),
+        )
 
     def weights(self) -> dict[str, Target]:
         """Map the checkpoint's tensors, by name less the prefix, to their destinations."""

@@ -65,8 +65,8 @@ class Model(Decoder):
         """Yield attention, then the mixture, or a dense MLP where the file says so."""
         c = self.config
 
-        def mlp(at: BuildContext, layer: int) -> Sublayer:
+        def mlp(layer_build: BuildContext, layer: int) -> Sublayer:
             dense = layer in c.mixture.dense_layers
-            return mlp_sublayer(at, c) if dense else c.mixture.sublayer(at, c)
+            return mlp_sublayer(layer_build, c) if dense else c.mixture.sublayer(layer_build, c)
 
         return attention_layers(build, c, c.layers, mlp, qk_norm=True, eps=c.eps)

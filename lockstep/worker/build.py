@@ -311,7 +311,7 @@ def build_draft(
     drafting = drafter_module(options.method) if options else None
     if drafting is None or not drafting.NEEDS_MODULE:
         return None
-    inexact = build.at("draft")
+    inexact = build.for_layer("draft")
     inexact.exact = False
     inexact.adapters = NO_ADAPTERS
     kv_cache_dtype = getattr(options, "kv_cache_dtype", None)
@@ -377,7 +377,7 @@ def build_program(
             ids=draft.ids if draft else None,
             shard=draft.logit_shard if draft else None,
         ),
-        op=build.at("drafter").op,
+        op=build.for_layer("drafter").op,
         predictions=table.predictions.predictions(table.prompt_len),
     )
     create = hooks.drafter or drafter_module(options.method).create

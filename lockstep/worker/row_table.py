@@ -87,7 +87,7 @@ class RowTable(RowTensors):
         self.page_size = plan.page_size
         self.flush = flush_after(device)
         self.state_grid = state_grid(build.state_dtype)
-        build = build.at("table")
+        build = build.for_layer("table")
         self.prepare_op = build.op(prepare_step)
         self.advance_op = build.op(advance_rows)
 

@@ -19,7 +19,7 @@ class Sampler:
     def __init__(self, table: RowTable, build: BuildContext, vocab: int, shard: LogitShard) -> None:
         self.table = table
         self.shard = shard
-        self.sample_op = build.at("sampler").op(sample, vocab=vocab)
+        self.sample_op = build.for_layer("sampler").op(sample, vocab=vocab)
 
     def sample(
         self,

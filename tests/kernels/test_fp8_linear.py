@@ -12,8 +12,8 @@ from lockstep.kernels.architecture import HOPPER
 from lockstep.kernels.arguments import place
 from lockstep.kernels.formats.weights import K_BLOCK, Fp8Weight, unpack_codes
 from lockstep.kernels.formats.weights.fp8 import e4m3_values
-from lockstep.kernels.fp8_linear import MIN_SCALE, fp8_linear, quantize_rows
-from lockstep.kernels.fp8_linear.cpu import WideFp8Weight
+from lockstep.kernels.fp8_linear import MIN_SCALE, cpu, fp8_linear, quantize_rows
+from lockstep.kernels.fp8_linear.cpu import PrepackedFp8Weight
 from tests.kernels.backends import Backend, backends, same_bits
 
 QUANTIZERS = [*backends(op=quantize_rows)]
@@ -147,14 +147,21 @@ def test_order_within_a_block_changes_no_bit_on_a_cpu(block_k: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_prepacked_weight_has_the_bits_of_its_definition(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("tile", [cpu.TILE_OUTPUTS, 16])
+def test_prepacked_weight_has_the_bits_of_its_definition(
+    dtype: torch.dtype, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one tile, and in tiles of which the last one has one output."""
+    monkeypatch.setattr(cpu, "TILE_OUTPUTS", tile)
     x = torch.randn(9, 300, generator=torch.Generator().manual_seed(6)).to(dtype)
     weight = random_weight(33, 300, 128, 128)
-    prepacked = WideFp8Weight(weight, dtype)
+    prepacked = PrepackedFp8Weight(weight, dtype)
     out = torch.zeros(9, 40, dtype=dtype)
     prepacked.multiply(x, out[:, 3:36])
     assert same_bits(prepacked.define(x), prepacked.multiply(x))
     assert same_bits(out[:, 3:36], prepacked.multiply(x))
+    assert len(prepacked.tiles) == -(-33 // tile)
+    assert prepacked.nbytes == PrepackedFp8Weight.bytes_of(weight)
     assert same_bits(prepacked.plain(), weight.dequantize(dtype))
     assert same_bits(prepacked.rows(3, 7), weight.dequantize(dtype)[3:7])
 

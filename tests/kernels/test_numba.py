@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ import torch
 pytest.importorskip("numba")
 
 from lockstep.kernels import Op
+from lockstep.kernels.activations import relu2, silu_mul
+from lockstep.kernels.arguments import fresh, outputs
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
 from lockstep.kernels.backends import load, load_cases
@@ -22,11 +26,12 @@ from lockstep.kernels.linear import linear
 from lockstep.kernels.linear.numba import linear_numba
 from lockstep.kernels.linear.prepacked import fits_tiles
 from lockstep.kernels.linear.tiled import TiledQuantizedWeight, TiledWeight
+from lockstep.kernels.norm import add_rms_norm, gated_group_norm, gated_rms_norm, rms_norm
+from lockstep.kernels.rotary import rope_and_cache
 from lockstep.kernels.sampling import cpu as sampling_cpu
 from lockstep.kernels.sampling.reference import _best, uniform
 from lockstep.kernels.simd import compiler, functions, vectors
 from lockstep.kernels.step_metadata import advance_rows, prepare_step
-from tests.forked_processes import ForkedProgram
 from tests.kernels.backends import same_bits
 from tests.kernels.test_prepacked import DTYPES, SHAPES, wide_range_rows
 
@@ -34,17 +39,21 @@ ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 70)
 """Numbers of rows that reach every loop of the product, with its remainders."""
 
 
-def _make_elementwise(function):
-    @compiler.kernel
-    def elementwise(x, out, count):
-        for i in range(0, count, vectors.LANES):
-            value = function(vectors.vload_part(vectors.F32, x, i, count))
-            vectors.vstore_part(vectors.F32, out, i, count, value)
-
-    return elementwise
+@compiler.kernel
+def _exp(x, out, count):
+    for i in range(0, count, vectors.LANES):
+        value = functions.exp(vectors.vload_part(vectors.F32, x, i, count))
+        vectors.vstore_part(vectors.F32, out, i, count, value)
 
 
-ELEMENTWISE = {f.__name__: _make_elementwise(f) for f in (functions.exp, functions.sigmoid)}
+@compiler.kernel
+def _sigmoid(x, out, count):
+    for i in range(0, count, vectors.LANES):
+        value = functions.sigmoid(vectors.vload_part(vectors.F32, x, i, count))
+        vectors.vstore_part(vectors.F32, out, i, count, value)
+
+
+ELEMENTWISE = {"exp": _exp, "sigmoid": _sigmoid}
 
 
 def apply(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -170,35 +179,120 @@ def test_uniform_numbers_equal_torch() -> None:
         assert torch.equal(sampling_cpu._uniform(*arguments), uniform(*arguments)), seed
 
 
-@pytest.mark.parametrize(
-    "op",
-    [mtp_inputs, next_draft_step, ngram_lookup, prepare_step, advance_rows, gated_delta_step],
-    ids=lambda op: op.name,
-)
-def test_kernels_of_addresses_refuse_integers_of_another_width(op: Op) -> None:
-    """They would read other numbers, and write out of bounds."""
-    load()
-    run = op.backends[op.choose(device="cpu")].run
-    other = {torch.int32: torch.int64, torch.int64: torch.int32}
-    _, arguments = next(iter(load_cases(op)(torch.float32)))
-    numbers = {
-        name: x.to(other[x.dtype])
-        for name, x in arguments.items()
-        if isinstance(x, torch.Tensor) and x.dtype in other
+OPERANDS = {
+    rms_norm: "weight",
+    add_rms_norm: "delta weight",
+    gated_rms_norm: "x gate weight",
+    gated_group_norm: "x gate weight",
+    silu_mul: "",
+    relu2: "",
+    rope_and_cache: "qkv k_weight sin positions slot_mapping v_cache",
+    paged_attention: "v_cache page_table cu_seqlens starts",
+    gated_delta_step: "mixed z b a weights.a_log weights.dt_bias weights.norm state.recurrent "
+    "state.conv state.u state.k state.decay slots starts folded",
+    linear: "",
+    mtp_inputs: "row_ids token_rows positions cu_seqlens accepted",
+    next_draft_step: "computed folded drafts row_ids tokens page_table",
+    ngram_lookup: "computed drafts",
+    prepare_step: "row_ids state_src",
+    advance_rows: "counts row_ids tokens drafts seq_lens",
+}
+"""Op -> operands that the sizes of others determine."""
+
+
+def tensors_by_path(value: Any, path: str = "") -> dict[str, torch.Tensor]:
+    """Return the tensors of arguments by path, e.g. state.conv."""
+    if isinstance(value, torch.Tensor):
+        return {path: value}
+    parts = value if isinstance(value, dict) else vars(value) if is_dataclass(value) else {}
+    paths = {name: f"{path}.{name}".lstrip(".") for name in parts}
+    return {
+        inner: x for name in parts for inner, x in tensors_by_path(parts[name], paths[name]).items()
     }
-    assert numbers
-    for name, x in numbers.items():
-        with pytest.raises(AssertionError, match=str(x.dtype)):
-            run(**arguments | {name: x})
 
 
-def test_row_tables_are_of_the_widths_that_kernels_read() -> None:
+def replaced(arguments: dict[str, Any], path: str, x: torch.Tensor) -> dict[str, Any]:
+    """Return a copy of arguments with another tensor at a path."""
+    copied = fresh(arguments, "cpu")
+    name, _, field = path.partition(".")
+    # The constructor of a row table has checks of its own, which another test tests.
+    owner = vars(copied[name]) if field else copied
+    owner[field or name] = x
+    return copied
+
+
+def cases_of(op: Op) -> list[dict[str, Any]]:
+    """Return the arguments of a few cases of an op."""
+    load()
+    return [arguments for _, arguments in islice(load_cases(op)(torch.float32), 3)]
+
+
+def run_numba(op: Op, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Run the backend of Numba kernels, which is a CPU's default, and return its outputs."""
+    name = op.choose(device="cpu", dtype=torch.float32)
+    return outputs(op, op.backends[name].run(**arguments), arguments)
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """Return x in a layout in which no dimension's elements are consecutive."""
+    wide = torch.empty(*x.shape, 2, dtype=x.dtype)
+    wide[..., 0] = x
+    return wide[..., 0]
+
+
+OTHER_DTYPES = {
+    torch.int32: torch.int64,
+    torch.int64: torch.int32,
+    torch.float32: torch.float16,
+}
+
+
+@pytest.mark.parametrize("op", OPERANDS, ids=lambda op: op.name)
+@pytest.mark.parametrize("change", ["dtype", "layout"])
+def test_operands_of_another_dtype_or_layout(op: Op, change: str) -> None:
+    """They are converted or refused: a kernel never takes them for what they are not."""
+    refused = 0
+    for arguments in cases_of(op):
+        expected = run_numba(op, fresh(arguments, "cpu"))
+        for path, x in tensors_by_path(arguments).items():
+            if x.dtype not in OTHER_DTYPES or path.startswith("table."):
+                continue
+            changed = x.to(OTHER_DTYPES[x.dtype]) if change == "dtype" else strided(x)
+            copied = replaced(arguments, path, changed)
+            try:
+                results = run_numba(op, copied)
+            except ValueError as error:
+                assert "of torch." in str(error) or "loads" in str(error), (path, error)
+                refused += 1
+                continue
+            if change == "layout" or not x.is_floating_point():
+                assert results.keys() == expected.keys()
+                for name, result in results.items():
+                    assert same_bits(result, expected[name].to(result.dtype)), (path, name)
+    assert refused or not OPERANDS[op] or change == "layout"
+
+
+@pytest.mark.parametrize("op", OPERANDS, ids=lambda op: op.name)
+def test_operands_that_are_too_short(op: Op) -> None:
+    """A kernel would read and write past their end."""
+    cases = {sum(x.numel() for x in tensors_by_path(c).values()): c for c in cases_of(op)}
+    arguments = cases[max(cases)]
+    tensors = tensors_by_path(arguments)
+    for path in OPERANDS[op].split():
+        with pytest.raises(ValueError, match=r"[Tt]he kernel reads|do not fit"):
+            run_numba(op, replaced(arguments, path, tensors[path][:-1].clone()))
+
+
+def test_row_tables_are_of_the_widths_and_rows_that_kernels_read() -> None:
     load()
     _, arguments = next(iter(load_cases(prepare_step)(torch.float32)))
     table = arguments["table"]
     for name, x in vars(table).items():
-        with pytest.raises(AssertionError, match=name):
+        with pytest.raises(ValueError, match=name):
             replace(table, **{name: x.to(torch.int16)})
+        # The number of tokens' rows is the one that the others must have.
+        with pytest.raises(ValueError, match="prompt_len" if name == "tokens" else name):
+            replace(table, **{name: x[:-1]})
 
 
 def test_thread_count_changes_no_bit() -> None:
@@ -236,55 +330,6 @@ def test_attention_leaves_padding_tokens_alone() -> None:
     expected = attend(**batch)
     q = torch.cat([batch["q"], torch.full((60, 4, 32), float("nan"))])
     assert torch.equal(attend(**batch | {"q": q})[:5], expected)
-
-
-def test_kernels_on_disk_depend_on_the_files_that_they_inline() -> None:
-    """An edit of a function that kernels inline must not leave old machine code in use."""
-    stamp = ELEMENTWISE["exp"]._cache._cache_file._source_stamp
-    assert stamp[1] == compiler._inlined_stamp()
-    names = {name for name, *_ in stamp[1]}
-    assert names >= {"simd/vectors.py", "simd/functions.py", "simd/compiler.py"}
-    # rotary and gated_delta_rule inline its norm_row and gated_norm_row.
-    assert "norm/numba_kernels.py" in names
-
-
-CALLS_A_KERNEL = """
-import sys
-import time
-from pathlib import Path
-
-folder = Path(sys.argv[1])
-sys.path.insert(0, str(folder))
-from kernel_of_two_processes import double
-
-compile_double = double._compiler.compile
-
-
-def compile_slowly(*arguments):
-    time.sleep(1)  # so that both processes compile at the same time, if nothing prevents it
-    return compile_double(*arguments)
-
-
-double._compiler.compile = compile_slowly
-(folder / f"ready_{sys.argv[2]}").touch()
-while len(list(folder.glob("ready_*"))) < 2:
-    time.sleep(0.01)
-assert double(21) == 42
-print(sum(double.stats.cache_misses.values()), sum(double.stats.cache_hits.values()))
-"""
-
-
-def test_processes_that_start_together_compile_a_kernel_once(tmp_path: Path) -> None:
-    """The second process loads what the first one keeps."""
-    (tmp_path / "kernel_of_two_processes.py").write_text(
-        "from lockstep.kernels.simd.compiler import kernel\n"
-        "@kernel\n"
-        "def double(x):\n"
-        "    return 2 * x\n"
-    )
-    programs = [ForkedProgram(CALLS_A_KERNEL, [str(tmp_path), index]) for index in "01"]
-    outputs = [program.communicate() for program in programs]
-    assert sorted(outputs) == [("0 1\n", ""), ("1 0\n", "")]
 
 
 LOADS_TORCH_BACKENDS = (

@@ -269,7 +269,7 @@ def test_quantized_head_of_a_drafter_has_the_storage_of_the_target(
     head = Head(gguf_build, 48, 64)
     assert head.quantized is not None
     head.quantized.fill_dummy(torch.Generator().manual_seed(0))
-    drafts = gguf_build.at("draft")
+    drafts = gguf_build.for_layer("draft")
     drafts.exact = False
     shared = Head(drafts, 48, 64, head)
     assert list(head.weights()) == ["lm_head.weight"] and not shared.weights()
@@ -280,8 +280,8 @@ def test_quantized_head_of_a_drafter_has_the_storage_of_the_target(
     assert torch.equal(shared(x), head(x))
 
 
-def test_head_of_a_drafter_has_the_widened_codes_of_the_target() -> None:
-    """It would dequantize the whole weight for every draft."""
+def test_head_of_a_drafter_has_the_prepacked_codes_of_the_target() -> None:
+    """It would dequantize the whole weight for every draft. The budget has the prepacked bytes."""
     load()
     settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     weight_format = read_weight_format(settings, None, "fp8")
@@ -297,11 +297,13 @@ def test_head_of_a_drafter_has_the_widened_codes_of_the_target() -> None:
     head = Head(build, 48, 64)
     assert head.quantized is not None
     head.quantized.fill_dummy(torch.Generator().manual_seed(0))
-    drafts = build.at("draft")
+    drafts = build.for_layer("draft")
     drafts.exact = False
     shared = Head(drafts, 48, 64, head)
     finish(head, shared)
     assert head.prepacked is not None and shared.prepacked is head.prepacked
+    # Codes and scales of 128 columns, of which the weight has 64: 2 and 4 bytes per output.
+    assert build.memory_budget.taken == weight_bytes(head, shared) == 48 * (128 * 2 + 4)
     x = torch.randn(3, 64)
     assert torch.equal(shared(x), head(x))
 

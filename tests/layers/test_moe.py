@@ -214,7 +214,7 @@ def build_context(
         weight_format=weight_format,
         group=ALONE if rank is None else DryGroup(rank.index, rank.size),
     )
-    return context.at("moe")
+    return context.for_layer("moe")
 
 
 def test_separate_and_stacked_experts_load_equally() -> None:

@@ -38,9 +38,11 @@ def model(context: BuildContext) -> torch.nn.ModuleList:
     """Return two fused projections, the second in another row order, and an output projection."""
     order = {"q_proj": lambda: torch.arange(12).flip(0)} if context.group.size == 1 else None
     layers = [
-        Linear(context.at("layers.0").within("self_attn"), 16, WIDTHS),
-        Linear(context.at("layers.1").within("self_attn"), 16, WIDTHS, orders=order),
-        GatheredLinear(context.at("layers.1").within("self_attn"), 16, {"o_proj": Columns.of(24)}),
+        Linear(context.for_layer("layers.0").for_submodule("self_attn"), 16, WIDTHS),
+        Linear(context.for_layer("layers.1").for_submodule("self_attn"), 16, WIDTHS, orders=order),
+        GatheredLinear(
+            context.for_layer("layers.1").for_submodule("self_attn"), 16, {"o_proj": Columns.of(24)}
+        ),
     ]
     for layer in layers:
         for gemm in layer.gemms:

@@ -714,7 +714,7 @@ FAULTS = (
         "($s + 1) * $length) for $s, $end in enumerate($ends)]",
     ),
     Fault(
-        "keys rotated by the row's first position", "mixer", ROTARY, "_placed",
+        "keys rotated by the row's first position", "mixer", ROTARY, "_rotate_at",
         "$angles = ($t.index_select(0, $positions) for $t in ($cos, $sin))",
         "near = $positions.clamp_max(int($positions[0]) + 6)\n"
         "$angles = ($t.index_select(0, near) for $t in ($cos, $sin))",

@@ -109,7 +109,7 @@ def test_gguf_layers_are_dense_only_on_cpu(device: str) -> None:
     )
     load()
     with FakeTensorMode():
-        layer = Linear(build.at("attn"), 256, {f"{name}_proj": 32 for name in "qkv"})
+        layer = Linear(build.for_layer("attn"), 256, {f"{name}_proj": 32 for name in "qkv"})
     packed = [gemm.quantized for gemm in layer.gemms]
     if device == "cpu":
         assert packed == [None]

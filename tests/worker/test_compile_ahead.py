@@ -54,7 +54,7 @@ compiler.start()
 STEP_KERNELS = {
     "dense_gemm_kernel", "recurrent_step_kernel", "_attention_kernel",
     "add_rms_norm_kernel", "_rope_and_cache_kernel", "score_kernel", "choose_kernel",
-    "prepare_kernel", "advance_kernel",
+    "prepare_step_kernel", "advance_rows_kernel",
 }  # fmt: skip
 """Kernels of every step of the bundled model, or of every prompt."""
 

@@ -5,7 +5,7 @@ import torch
 
 from lockstep.kernels.activations import relu2, silu_mul
 from lockstep.kernels.backends import numba_trait
-from lockstep.kernels.simd.compiler import kernel
+from lockstep.kernels.simd.compiler import KernelTable, kernel
 from lockstep.kernels.simd.functions import silu
 from lockstep.kernels.simd.strides import row_strides
 from lockstep.kernels.simd.vectors import (
@@ -44,7 +44,9 @@ def _make_kernels(dtype, size):
     return silu_mul_kernel, relu2_kernel
 
 
-KERNELS = {dtype: _make_kernels(loaded, dtype.itemsize) for dtype, loaded in FLOATS.items()}
+KERNELS = KernelTable(
+    (dtype, _make_kernels(loaded, dtype.itemsize)) for dtype, loaded in FLOATS.items()
+)
 
 
 @silu_mul.backend("numba", supports=numba_trait)
@@ -61,6 +63,8 @@ def relu2_numba(x):
 
 def _run(index, x, width):
     """Run a kernel on the rows of x, which give `width` outputs each."""
+    if x.dim() != 2:
+        raise ValueError(f"x: the kernel reads rows [T, C]; the tensor is {list(x.shape)}")
     x, rows, _, stride, _ = row_strides(x)
     out = torch.empty(rows, width, dtype=x.dtype)
     KERNELS[x.dtype][index](x.data_ptr(), out.data_ptr(), rows, stride, width)

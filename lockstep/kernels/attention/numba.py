@@ -10,6 +10,7 @@ from lockstep.kernels.attention import KV_SPLIT, apply_gates, paged_attention
 from lockstep.kernels.attention.numba_kernels import KERNELS, SPLIT
 from lockstep.kernels.backends import numba_trait
 from lockstep.kernels.formats.kv import KVCache, is_dense, read_pages, rotate_back, rotation_of
+from lockstep.kernels.simd.strides import address, address_of_rows
 from lockstep.kernels.simd.threads import split_range
 
 assert SPLIT == KV_SPLIT
@@ -41,12 +42,25 @@ def paged_attention_numba(
     page_table, cu_seqlens, starts = (x.int() for x in (page_table, cu_seqlens, starts))
     if page_table.stride(1) != 1:
         page_table = page_table.contiguous()
+    rows = len(starts)
+    _, page_size, kv_heads, key_dim = k_cache.shape
+    if key_dim != dim or heads % kv_heads:
+        raise ValueError(
+            f"q: {heads} heads of {dim} do not fit a cache of {kv_heads} heads of {key_dim}"
+        )
+    table, table_stride = address_of_rows(
+        "page_table", page_table, torch.int32, rows, page_table.shape[1]
+    )
+    gate_address = gate_stride = 0
+    if kernel_gates is not None:
+        columns = max(kernel_gates.shape[1], 2 * heads * dim)
+        gate_address, gate_stride = address_of_rows("gates", kernel_gates, q.dtype, tokens, columns)
     operands = (
-        q.data_ptr(), k_cache.data_ptr(), values.data_ptr(), page_table.data_ptr(),
-        cu_seqlens.data_ptr(), starts.data_ptr(),
-        0 if kernel_gates is None else kernel_gates.data_ptr(), out.data_ptr(),
-        len(starts), page_table.stride(0), k_cache.shape[1], heads, k_cache.shape[2], dim, scale,
-        0 if kernel_gates is None else kernel_gates.stride(0), int(rotated),
+        q.data_ptr(), address("k_cache", k_cache, q.dtype, k_cache.numel()),
+        address("v_cache", values, q.dtype, k_cache.numel()), table,
+        address("cu_seqlens", cu_seqlens, torch.int32, rows + 1),
+        address("starts", starts, torch.int32, rows), gate_address, out.data_ptr(),
+        rows, table_stride, page_size, heads, kv_heads, dim, scale, gate_stride, int(rotated),
     )  # fmt: skip
     kernel = KERNELS[q.dtype]
     split_range(tokens * heads, lambda begin, end: kernel(*operands, begin, end))

@@ -11,7 +11,7 @@ The bits of a query depend on its row's keys alone:
 
 import numpy as np
 
-from lockstep.kernels.simd.compiler import inline, kernel
+from lockstep.kernels.simd.compiler import KernelTable, inline, kernel
 from lockstep.kernels.simd.functions import exp, sigmoid
 from lockstep.kernels.simd.vectors import (
     F32,
@@ -179,9 +179,9 @@ def _make_kernel(dtype, size):
             if row == rows:
                 break  # the tokens after the last row's are padding
             last = load_int32(starts, row) + token - load_int32(cu_seqlens, row)
-            at = unit * dim
+            head_offset = unit * dim
             for d in range(0, dim, LANES):
-                vstore(F32, query, d, vload_part(dtype, q + at * size, d, dim) * factor)
+                vstore(F32, query, d, vload_part(dtype, q + head_offset * size, d, dim) * factor)
             total_sum = _attend(
                 dtype, size, query, k_cache, v_cache, page_table + row * table_stride * 4,
                 page_size, kv_heads, h // group, dim, last, scratch,
@@ -191,14 +191,16 @@ def _make_kernel(dtype, size):
             for d in range(0, dim, LANES):
                 value = vload(F32, total_out, d) / divisor
                 if rotated:
-                    vstore_part(F32, out + at * 4, d, dim, value)
+                    vstore_part(F32, out + head_offset * 4, d, dim, value)
                 else:
                     if gates != 0:
                         factors = rounded(dtype, sigmoid(vload_part(dtype, gate, d, dim)))
                         value = rounded(dtype, value) * factors
-                    vstore_part(dtype, out + at * size, d, dim, value)
+                    vstore_part(dtype, out + head_offset * size, d, dim, value)
 
     return paged_attention
 
 
-KERNELS = {dtype: _make_kernel(loaded, dtype.itemsize) for dtype, loaded in FLOATS.items()}
+KERNELS = KernelTable(
+    (dtype, _make_kernel(loaded, dtype.itemsize)) for dtype, loaded in FLOATS.items()
+)

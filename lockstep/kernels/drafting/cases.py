@@ -87,6 +87,7 @@ def ngram_lookup_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]
         (4, 2, 2, 5000, 9, 3, 6),
         (6, 1, 1, 60, 400, 1, 1),
         (5, 3, 0, 60, 3, 1, 4),
+        (6, 2, 2, 60, 400, 0, 1),
     ):
         source = RandomSource(length + vocab)
         table = random_table(source, rows + 2, drafts, length, vocab)

@@ -159,8 +159,9 @@ def ngram_lookup(
     """Draft the tokens that followed an earlier occurrence of the row's last n-gram.
 
     The longest n-gram with min_n <= n <= max_n at the end of the computed + 1 known tokens of
-    history [R, L] is looked up (Saxena, prompt lookup decoding, 2023). drafts [R, K] int64 of the
-    rows [S] are written, -1 where there is no token; drafts may be columns of a wider tensor.
+    history [R, L] is looked up (Saxena, prompt lookup decoding, 2023). min_n 0 counts as 1. drafts
+    [R, K] int64 of the rows [S] are written, -1 where there is no token; drafts may be columns of a
+    wider tensor.
 
     texts [N] int64: circular buffer of other texts, each terminated by -1. Its oldest token is at
     oldest [1] int64. N may be 0. Among matches of one length the row's own history is preferred to

@@ -31,8 +31,12 @@ def mtp_inputs_cpu(
     last = torch.empty(rows, dtype=torch.int64)
     sample_at = torch.empty(rows, 1, dtype=torch.int64)
     numba_kernels.mtp_inputs(
-        *(address(x, torch.int64) for x in (history, row_ids, token_rows, positions)),
-        *(address(x, torch.int32) for x in (cu_seqlens, accepted)),
+        address("history", history, torch.int64, history.numel()),
+        address("row_ids", row_ids, torch.int64, rows),
+        address("token_rows", token_rows, torch.int64, tokens),
+        address("positions", positions, torch.int64, tokens),
+        address("cu_seqlens", cu_seqlens, torch.int32, rows + 1),
+        address("accepted", accepted, torch.int32, rows),
         *(x.data_ptr() for x in (next_tokens, last, sample_at)),
         rows, tokens, window, history.shape[1],
     )  # fmt: skip
@@ -57,12 +61,19 @@ def next_draft_step_cpu(
     int_sizes = (rows, rows, rows, rows + 1)
     longs = torch.empty(5 * rows, dtype=torch.int64).split(rows)
     ints = torch.empty(sum(int_sizes), dtype=torch.int32).split(int_sizes)
-    drafts_address, stride = address_of_rows(drafts, torch.int64)
+    table_rows, max_drafts = drafts.shape
+    drafts_address, stride = address_of_rows("drafts", drafts, torch.int64, table_rows, max_drafts)
+    if not 0 <= index < max_drafts:
+        raise ValueError(f"index: {index}; allowed are 0 to {max_drafts - 1}")
+    columns = page_table.shape[1]
     numba_kernels.next_draft_step(
-        address(computed, torch.int32), address(folded, torch.int32), drafts_address,
-        address(row_ids, torch.int64), address(tokens, torch.int64),
-        address(page_table, torch.int32), *(x.data_ptr() for x in (*longs, *ints)),
-        rows, stride, page_table.shape[1], index, shift, page_size,
+        address("computed", computed, torch.int32, table_rows),
+        address("folded", folded, torch.int32, table_rows), drafts_address,
+        address("row_ids", row_ids, torch.int64, rows),
+        address("tokens", tokens, torch.int64, rows),
+        address("page_table", page_table, torch.int32, rows * columns),
+        *(x.data_ptr() for x in (*longs, *ints)),
+        rows, stride, columns, index, shift, page_size,
     )  # fmt: skip
     token_ids, positions, slot_mapping, token_rows, sample_at = longs
     starts, row_folded, seq_lens, cu_seqlens = ints
@@ -91,10 +102,15 @@ def ngram_lookup_cpu(
     max_n: int,
 ) -> None:
     """See lockstep.kernels.drafting.ngram_lookup."""
-    drafts_address, stride = address_of_rows(drafts, torch.int64)
+    table_rows, length = history.shape
+    rows = len(row_ids)
+    count = drafts.shape[1]
+    drafts_address, stride = address_of_rows("drafts", drafts, torch.int64, table_rows, count)
     numba_kernels.ngram_lookup(
-        address(history, torch.int64), address(computed, torch.int32),
-        address(texts, torch.int64), address(oldest, torch.int64), drafts_address,
-        address(row_ids, torch.int64), len(row_ids), history.shape[1], len(texts), stride,
-        drafts.shape[1], min_n, max_n,
+        address("history", history, torch.int64, table_rows * length),
+        address("computed", computed, torch.int32, table_rows),
+        address("texts", texts, torch.int64, len(texts)),
+        address("oldest", oldest, torch.int64, 1), drafts_address,
+        address("row_ids", row_ids, torch.int64, rows), rows, length, len(texts), stride, count,
+        min_n, max_n,
     )  # fmt: skip

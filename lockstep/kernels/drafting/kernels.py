@@ -19,41 +19,41 @@ def mtp_inputs_kernel(
     rows, tokens, length, window, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute mtp_inputs of BLOCK tokens and of BLOCK rows."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = at < tokens
-    row = tl.load(row_ids + tl.load(token_rows + at, mask=live, other=0))
-    column = tl.minimum(tl.load(positions + at, mask=live, other=0) + 1, length - 1)
-    tl.store(next_tokens + at, tl.load(history + row * length + column), mask=live)
-    live = at < rows
-    end = tl.load(cu_seqlens + at + 1, mask=live, other=1)
-    index = tl.maximum(end - window + tl.load(accepted + at, mask=live, other=0), 0)
-    tl.store(last + at, index.to(tl.int64), mask=live)
-    tl.store(sample_at + at, tl.load(positions + index, mask=live, other=0) + 2, mask=live)
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = lane < tokens
+    row = tl.load(row_ids + tl.load(token_rows + lane, mask=live, other=0))
+    column = tl.minimum(tl.load(positions + lane, mask=live, other=0) + 1, length - 1)
+    tl.store(next_tokens + lane, tl.load(history + row * length + column), mask=live)
+    live = lane < rows
+    end = tl.load(cu_seqlens + lane + 1, mask=live, other=1)
+    index = tl.maximum(end - window + tl.load(accepted + lane, mask=live, other=0), 0)
+    tl.store(last + lane, index.to(tl.int64), mask=live)
+    tl.store(sample_at + lane, tl.load(positions + index, mask=live, other=0) + 2, mask=live)
 
 
 @triton.jit(do_not_specialize=["rows", "max_drafts", "index", "shift", "columns", "page_size"])
 def next_draft_step_kernel(
-    computed, folded, drafts, row_ids, tokens, page_table, token_ids, positions, slot_mapping,
-    starts, folded_out, seq_lens, cu_seqlens, token_rows, sample_at, rows, max_drafts, index, shift,
+    computed, table_folded, drafts, row_ids, tokens, page_table, token_ids, positions, slot_mapping,
+    starts, folded, seq_lens, cu_seqlens, token_rows, sample_at, rows, max_drafts, index, shift,
     columns, page_size, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store one draft token per row and advance the row's position (BLOCK rows per CTA)."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = at < rows
-    row = tl.load(row_ids + at, mask=live, other=0)
-    draft = tl.load(tokens + at, mask=live, other=0)
+    s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = s < rows
+    row = tl.load(row_ids + s, mask=live, other=0)
+    draft = tl.load(tokens + s, mask=live, other=0)
     tl.store(drafts + row * max_drafts + index, draft, mask=live)
-    tl.store(token_ids + at, tl.maximum(draft, 0), mask=live)
+    tl.store(token_ids + s, tl.maximum(draft, 0), mask=live)
     start = tl.load(computed + row) + index + shift
-    pages = page_table + tl.where(live, at, 0).to(tl.int64) * columns
-    tl.store(slot_mapping + at, slot_at(pages, start, columns, page_size), mask=live)
-    tl.store(positions + at, start.to(tl.int64), mask=live)
-    tl.store(sample_at + at, start.to(tl.int64) + 2 - shift, mask=live)
-    tl.store(starts + at, start, mask=live)
-    tl.store(folded_out + at, tl.load(folded + row), mask=live)
-    tl.store(seq_lens + at, start + 1, mask=live)
-    tl.store(token_rows + at, at.to(tl.int64), mask=live)
-    tl.store(cu_seqlens + at, at, mask=at <= rows)  # rows + 1 entries
+    pages = page_table + tl.where(live, s, 0).to(tl.int64) * columns
+    tl.store(slot_mapping + s, slot_at(pages, start, columns, page_size), mask=live)
+    tl.store(positions + s, start.to(tl.int64), mask=live)
+    tl.store(sample_at + s, start.to(tl.int64) + 2 - shift, mask=live)
+    tl.store(starts + s, start, mask=live)
+    tl.store(folded + s, tl.load(table_folded + row), mask=live)
+    tl.store(seq_lens + s, start + 1, mask=live)
+    tl.store(token_rows + s, s.to(tl.int64), mask=live)
+    tl.store(cu_seqlens + s, s, mask=s <= rows)  # rows + 1 entries
 
 
 @triton.jit(
@@ -65,24 +65,24 @@ def block_step_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write BLOCK tokens of the rows' draft blocks."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tokens = rows * width
-    live = at < tokens
-    s = tl.where(live, at // width, 0)
-    order = at % width
+    live = token < tokens
+    s = tl.where(live, token // width, 0)
+    order = token % width
     row = tl.load(row_ids + s, mask=live, other=0)
     first = tl.load(computed + row)
     position = first + order
     known = tl.load(history + row * length + first)
-    tl.store(token_ids + at, tl.where(order == 0, known, mask_token), mask=live)
-    tl.store(positions + at, position.to(tl.int64), mask=live)
+    tl.store(token_ids + token, tl.where(order == 0, known, mask_token), mask=live)
+    tl.store(positions + token, position.to(tl.int64), mask=live)
     pages = page_table + s.to(tl.int64) * columns
-    tl.store(slot_mapping + at, slot_at(pages, position, columns, page_size), mask=live)
-    tl.store(token_rows + at, s.to(tl.int64), mask=live)
+    tl.store(slot_mapping + token, slot_at(pages, position, columns, page_size), mask=live)
+    tl.store(token_rows + token, s.to(tl.int64), mask=live)
     first_token = live & (order == 0)
     tl.store(starts + s, first + width - 1, mask=first_token)
     tl.store(seq_lens + s, first + width, mask=first_token)
-    tl.store(cu_seqlens + at, at, mask=at <= rows)  # rows + 1 entries
+    tl.store(cu_seqlens + token, token, mask=token <= rows)  # rows + 1 entries
     drafted = live & (order > 0)
     tl.store(sample_at + s * (width - 1) + order - 1, position.to(tl.int64), mask=drafted)
 
@@ -102,12 +102,12 @@ def _match_lengths(
     end = first + tl.arange(0, BLOCK)
     equal = (end > 0) & (end < limit)
     n = tl.zeros((BLOCK,), tl.int32)
-    at = (origin + end) % size
+    buffer_end = (origin + end) % size
     back = 1
     active = tl.where(first < limit, max_n, 0)
     while active > 0:
         inside = equal & (end >= back)
-        index = at - back + tl.where(at < back, size, 0)
+        index = buffer_end - back + tl.where(buffer_end < back, size, 0)
         token = tl.load(text + index, mask=inside, other=-1)
         equal = inside & (token == tl.load(history + known - back))
         n += equal.to(tl.int32)

@@ -56,8 +56,8 @@ def _token(texts, num_texts, oldest, known, index):
     """Return a token of the texts, the oldest first, followed by the row's known tokens."""
     if index >= num_texts:
         return load_int(known, index - num_texts)
-    at = oldest + index
-    return load_int(texts, at - num_texts if at >= num_texts else at)
+    position = oldest + index
+    return load_int(texts, position - num_texts if position >= num_texts else position)
 
 
 @kernel
@@ -75,7 +75,8 @@ def ngram_lookup(
         in_texts = num_texts if row != 0 else 0
         total = in_texts + num_known
         longest = min(max_n, num_known)
-        best = min_n - 1
+        # An empty n-gram would match everywhere.
+        best = max(min_n, 1) - 1
         match_end = 0
         # From the latest match on, so that only a longer one replaces it.
         for end in range(total - 1, 0, -1):
@@ -89,7 +90,7 @@ def ngram_lookup(
                 match_end = end
                 if n == longest:
                     break
-        line = drafts + row * stride * 8
+        row_drafts = drafts + row * stride * 8
         ended = match_end == 0
         for i in range(count):
             draft = -1
@@ -97,4 +98,4 @@ def ngram_lookup(
                 draft = _token(texts, in_texts, first_text, known, match_end + i)
             # A text ends by -1: no draft follows it.
             ended = ended or draft < 0
-            store_int(line, i, -1 if ended else draft)
+            store_int(row_drafts, i, -1 if ended else draft)

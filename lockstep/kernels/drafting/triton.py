@@ -93,7 +93,7 @@ def next_draft_step_triton(
     )
     next_draft_step_kernel[(rows // ROW_BLOCK + 1,)](
         computed=computed,
-        folded=folded,
+        table_folded=folded,
         drafts=drafts,
         row_ids=row_ids,
         tokens=tokens,
@@ -102,7 +102,7 @@ def next_draft_step_triton(
         positions=out.positions,
         slot_mapping=out.slot_mapping,
         starts=out.starts,
-        folded_out=out.folded,
+        folded=out.folded,
         seq_lens=out.seq_lens,
         cu_seqlens=out.cu_seqlens,
         token_rows=out.token_rows,

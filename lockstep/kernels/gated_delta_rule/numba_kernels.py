@@ -10,7 +10,7 @@ import numpy as np
 from lockstep.kernels.gated_delta_rule.reference import L2_EPS
 from lockstep.kernels.norm.numba_kernels import gated_norm_row
 from lockstep.kernels.recurrent.numba_kernels import next_folded
-from lockstep.kernels.simd.compiler import inline, kernel
+from lockstep.kernels.simd.compiler import KernelTable, inline, kernel
 from lockstep.kernels.simd.functions import exp, inverse_sqrt, sigmoid, silu, softplus
 from lockstep.kernels.simd.vectors import (
     BF16,
@@ -83,8 +83,8 @@ def _add_outer(s, rows, columns, k, u):
     for r in range(rows):
         factor = splat(load(F32, k, r))
         for c in range(0, columns, LANES):
-            at = r * columns + c
-            vstore(F32, s, at, fma(factor, vload(F32, u, c), vload(F32, s, at)))
+            index = r * columns + c
+            vstore(F32, s, index, fma(factor, vload(F32, u, c), vload(F32, s, index)))
 
 
 @inline
@@ -120,7 +120,7 @@ def _copy_rows(source_dtype, target_dtype, source, source_stride, target, target
 
 
 @inline
-def _heads_of_token(dtype, size, x, a, b, a_log, dt_bias, decays, betas, hk, hv, dk):
+def _prepare_token(dtype, size, x, a, b, a_log, dt_bias, decays, betas, hk, hv, dk):
     """Normalize a token's q and k in place, and compute decay and write strength of each head."""
     for h in range(hk):
         _l2_normalize(x + h * dk * 4, dk, F32(dk**-0.5))
@@ -274,7 +274,7 @@ def _make_kernel(dtype, size, state_dtype, state_size):
                 convolved, channels, length,
             )  # fmt: skip
             for t in range(length):
-                _heads_of_token(
+                _prepare_token(
                     dtype, size, convolved + t * channels * 4, a + (token + t) * a_stride * size,
                     b + (token + t) * b_stride * size, a_log, dt_bias, decays + t * heads * 4,
                     betas + t * heads * 4, hk, hv, dk,
@@ -298,10 +298,10 @@ def _make_kernel(dtype, size, state_dtype, state_size):
     return gated_delta_step
 
 
-KERNELS = {
-    (dtype, state): _make_kernel(loaded, dtype.itemsize, loaded_state, state.itemsize)
+KERNELS = KernelTable(
+    ((dtype, state), _make_kernel(loaded, dtype.itemsize, loaded_state, state.itemsize))
     for dtype, loaded in FLOATS.items()
     for state, loaded_state in FLOATS.items()
     if loaded_state in (F32, BF16)
-}
+)
 """(dtype, dtype of the state in memory) -> kernel."""

@@ -12,9 +12,13 @@ from lockstep.kernels.formats.weights import QuantizedWeight, unpack_codes
 from lockstep.kernels.linear.numba_kernels import TILE, linear_bf16, linear_f16, linear_f32
 from lockstep.kernels.linear.prepacked import PrepackedWeight, fits_tiles
 from lockstep.kernels.linear.quantized_numba_kernels import QUADS, make_kernel
+from lockstep.kernels.simd.compiler import KernelTable
+from lockstep.kernels.simd.strides import address, address_of_rows
 from lockstep.kernels.simd.threads import split_range
 
-KERNELS = {torch.float16: linear_f16, torch.bfloat16: linear_bf16, torch.float32: linear_f32}
+KERNELS = KernelTable(
+    {torch.float16: linear_f16, torch.bfloat16: linear_bf16, torch.float32: linear_f32}
+)
 quantized_kernel = cache(make_kernel)
 """Kernel of (bits of a code, whether there are minima)."""
 
@@ -30,7 +34,7 @@ def from_tiles(tiles: Tensor, n: int) -> Tensor:
     return tiles.transpose(1, 2).reshape(-1, tiles.shape[1])[:n]
 
 
-def _swap(words: Tensor, outer: int, inner: int) -> Tensor:
+def _swap_word_dims(words: Tensor, outer: int, inner: int) -> Tensor:
     """Swap the two dimensions of the words of 128 columns: [N, B * outer * inner]."""
     return words.reshape(len(words), -1, outer, inner).transpose(2, 3).flatten(1)
 
@@ -70,13 +74,15 @@ class ColumnTiles(PrepackedWeight):
         """See PrepackedWeight."""
         n, k = self.shape
         rows, columns = x.shape
-        assert columns == k
         if out is None:
             out = torch.empty(rows, n, dtype=self.dtype)
-        assert out.shape == (rows, n) and out.dtype == self.dtype
+        out_address, out_stride = address_of_rows("out", out, self.dtype, rows, n)
         wide = x.float().contiguous()
-        sizes = (out.data_ptr(), rows, n, k, out.stride(0))
-        arguments = (wide.data_ptr(), *self.operands, *sizes)
+        x_address = address("x", wide, torch.float32, rows * k)
+        if columns != k:
+            raise ValueError(f"x: {columns} columns; the weight has {k}")
+        sizes = (out_address, rows, n, k, out_stride)
+        arguments = (x_address, *self.operands, *sizes)
         split_range(-(-n // TILE), lambda begin, end: self.kernel(*arguments, begin, end))
         return out
 
@@ -109,7 +115,7 @@ class TiledQuantizedWeight(ColumnTiles):
         super().__init__(weight.shape, torch.float32)
         codes = weight.grouped()
         assert codes is not None and fits_tiles(weight), "else it is dequantized when loaded"
-        self.words = to_tiles(_swap(codes.words, QUADS, codes.bits))
+        self.words = to_tiles(_swap_word_dims(codes.words, QUADS, codes.bits))
         # Kernels add the negative of a minimum.
         offsets = -codes.offsets if codes.minima else codes.offsets
         self.scales = torch.stack([to_tiles(codes.scales), to_tiles(offsets)], 2)
@@ -126,7 +132,7 @@ class TiledQuantizedWeight(ColumnTiles):
     def plain(self) -> Tensor:
         """See PrepackedWeight."""
         n, k = self.shape
-        words = _swap(from_tiles(self.words, n), self.bits, QUADS)
+        words = _swap_word_dims(from_tiles(self.words, n), self.bits, QUADS)
         codes = unpack_codes(words, self.bits, k).float()
         scales, offsets = (
             from_tiles(numbers, n).repeat_interleave(self.group, 1)[:, :k]

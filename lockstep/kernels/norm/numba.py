@@ -1,5 +1,7 @@
 """The norms on a CPU by Numba kernels: one call per op."""
 
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -7,7 +9,7 @@ from lockstep.kernels.backends import numba_trait
 from lockstep.kernels.linear import tree_sum
 from lockstep.kernels.norm import add_rms_norm, gated_group_norm, gated_rms_norm, rms_norm
 from lockstep.kernels.norm.numba_kernels import KERNELS
-from lockstep.kernels.simd.strides import row_strides
+from lockstep.kernels.simd.strides import address, address_of_rows, row_strides
 
 
 @rms_norm.backend("numba", supports=numba_trait)
@@ -17,8 +19,9 @@ def rms_norm_numba(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -
     x, *layout = row_strides(x)
     out = torch.empty(x.shape, dtype=x.dtype)
     KERNELS[x.dtype]["rms_norm"](
-        x.data_ptr(), weight.data_ptr(), out.data_ptr(), *layout, width, eps, offset
-    )
+        x.data_ptr(), address("weight", weight, x.dtype, width), out.data_ptr(), *layout, width,
+        eps, offset,
+    )  # fmt: skip
     return out
 
 
@@ -35,9 +38,10 @@ def add_rms_norm_numba(
         delta = delta.contiguous().view(-1, width)
     total, out = torch.empty_like(x), torch.empty_like(x)
     rows = x.numel() // width
+    delta_address, delta_stride = address_of_rows("delta", delta, x.dtype, rows, width)
     KERNELS[x.dtype]["add_rms_norm"](
-        x.data_ptr(), delta.data_ptr(), weight.data_ptr(), total.data_ptr(), out.data_ptr(),
-        rows, delta.stride(0), width, eps, offset,
+        x.data_ptr(), delta_address, address("weight", weight, x.dtype, width), total.data_ptr(),
+        out.data_ptr(), rows, delta_stride, width, eps, offset,
     )  # fmt: skip
     return total, out
 
@@ -51,16 +55,18 @@ def gated_rms_norm_numba(x: Tensor, gate: Tensor, weight: Tensor, eps: float) ->
 @gated_group_norm.backend("numba", supports=numba_trait)
 def gated_group_norm_numba(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See lockstep.kernels.norm.gated_group_norm."""
-    return _gated("gated_group_norm", x, gate, weight.contiguous(), eps, weight.shape[0])
+    return _gated("gated_group_norm", x, gate, weight.contiguous(), eps, gate.shape[-2])
 
 
 def _gated(name: str, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *groups: int) -> Tensor:
     """Run a gated norm of x [..., D] fp32. groups: number of them, if each has a weight."""
+    width = gate.shape[-1]
     gate, *layout = row_strides(gate)
     out = torch.empty(gate.shape, dtype=gate.dtype)
     x = x.contiguous()
     KERNELS[gate.dtype][name](
-        x.data_ptr(), gate.data_ptr(), weight.data_ptr(), out.data_ptr(),
-        *layout, gate.shape[-1], eps, *groups,
+        address("x", x, torch.float32, gate.numel()), gate.data_ptr(),
+        address("weight", weight, gate.dtype, width * prod(groups)), out.data_ptr(),
+        *layout, width, eps, *groups,
     )  # fmt: skip
     return out

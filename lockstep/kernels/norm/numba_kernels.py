@@ -3,7 +3,7 @@
 
 import math
 
-from lockstep.kernels.simd.compiler import inline, kernel
+from lockstep.kernels.simd.compiler import KernelTable, inline, kernel
 from lockstep.kernels.simd.functions import silu
 from lockstep.kernels.simd.vectors import (
     F32,
@@ -72,13 +72,13 @@ def _make_norms(dtype, size):
     @kernel
     def add_rms_norm(x, delta, weight, total, out, rows, delta_stride, width, eps, offset):
         for r in range(rows):
-            at = r * width * size
+            row_offset = r * width * size
             delta_row = delta + r * delta_stride * size
             for i in range(0, width, LANES):
-                value = vload_part(dtype, x + at, i, width)
+                value = vload_part(dtype, x + row_offset, i, width)
                 value = value + vload_part(dtype, delta_row, i, width)
-                vstore_part(dtype, total + at, i, width, value)
-            norm_row(dtype, dtype, total + at, weight, out + at, width, eps, offset)
+                vstore_part(dtype, total + row_offset, i, width, value)
+            norm_row(dtype, dtype, total + row_offset, weight, out + row_offset, width, eps, offset)
 
     return rms_norm, add_rms_norm
 
@@ -123,10 +123,11 @@ def _by_name(*kernels):
     return {compiled.__name__: compiled for compiled in kernels}
 
 
-KERNELS = {
-    dtype: _by_name(
-        *_make_norms(loaded, dtype.itemsize), *_make_gated_norms(loaded, dtype.itemsize)
+KERNELS = KernelTable(
+    (
+        dtype,
+        _by_name(*_make_norms(loaded, dtype.itemsize), *_make_gated_norms(loaded, dtype.itemsize)),
     )
     for dtype, loaded in FLOATS.items()
-}
+)
 """Dtype -> op -> kernel."""

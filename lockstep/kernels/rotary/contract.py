@@ -52,8 +52,8 @@ def rope_and_cache(
     if q_weight is not None and k_weight is not None:
         q = rms_norm(q, q_weight, eps, offset)
         k = rms_norm(k, k_weight, eps, offset)
-    placed = _placed(torch.cat([q, k], dim=1), cos, sin, positions)
-    q, k = placed.split([q.shape[1], kv_heads], dim=1)
+    rotated = _rotate_at(torch.cat([q, k], dim=1), cos, sin, positions)
+    q, k = rotated.split([q.shape[1], kv_heads], dim=1)
     write_slots(k_cache, slot_mapping, k)
     write_slots(v_cache, slot_mapping, v)
     q = rotate_queries(q, k_cache)
@@ -69,7 +69,7 @@ def _parts(qkv: Tensor, kv_heads: int, dim: int, gated: bool) -> tuple[Tensor, T
     return q, k.unflatten(-1, (kv_heads, dim)), v.unflatten(-1, (kv_heads, dim))
 
 
-def _placed(x: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor) -> Tensor:
+def _rotate_at(x: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor) -> Tensor:
     """Rotate x [T, H, D] by the angles of its positions; return x if there are no angles."""
     if cos is None or sin is None:
         return x
@@ -84,6 +84,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     sin = sin[:, None]
     a = x[..., :half].float()
     b = x[..., half : 2 * half].float()
-    turned_a = (a * cos - b * sin).to(x.dtype)
-    turned_b = (b * cos + a * sin).to(x.dtype)
-    return torch.cat([turned_a, turned_b, x[..., 2 * half :]], dim=-1)
+    rotated_a = (a * cos - b * sin).to(x.dtype)
+    rotated_b = (b * cos + a * sin).to(x.dtype)
+    return torch.cat([rotated_a, rotated_b, x[..., 2 * half :]], dim=-1)

@@ -2,7 +2,7 @@
 """Numba kernel of rope_and_cache: norm, rotation and cache write of every head, in one call."""
 
 from lockstep.kernels.norm.numba_kernels import norm_row
-from lockstep.kernels.simd.compiler import inline, kernel
+from lockstep.kernels.simd.compiler import KernelTable, inline, kernel
 from lockstep.kernels.simd.vectors import F32, FLOATS, LANES, load_int, vload_part, vstore_part
 
 
@@ -27,7 +27,7 @@ def _rotate(dtype, size, source, target, cos, sin, half):
 
 
 @inline
-def _place(dtype, size, source, weight, target, cos, sin, half, dim, eps, offset):
+def _store_head(dtype, size, source, weight, target, cos, sin, half, dim, eps, offset):
     """Norm a head unless weight is 0, rotate it unless half is 0, and write it to target."""
     if weight != 0:
         norm_row(dtype, dtype, source, weight, target, dim, eps, offset)
@@ -55,7 +55,7 @@ def _make_kernel(dtype, size):
             sin_row = sin + position * half * 4
             for h in range(heads):
                 target = out + (t * heads + h) * head_bytes
-                _place(
+                _store_head(
                     dtype, size, row + h * q_bytes, q_weight, target, cos_row, sin_row, half, dim,
                     eps, offset,
                 )  # fmt: skip
@@ -63,14 +63,16 @@ def _make_kernel(dtype, size):
             values = keys + kv_heads * head_bytes
             slot = load_int(slots, t)
             for h in range(kv_heads):
-                at = (slot * kv_heads + h) * head_bytes
-                _place(
-                    dtype, size, keys + h * head_bytes, k_weight, k_cache + at, cos_row, sin_row,
-                    half, dim, eps, offset,
+                cache_offset = (slot * kv_heads + h) * head_bytes
+                _store_head(
+                    dtype, size, keys + h * head_bytes, k_weight, k_cache + cache_offset, cos_row,
+                    sin_row, half, dim, eps, offset,
                 )  # fmt: skip
-                _copy(dtype, values + h * head_bytes, v_cache + at, 0, dim)
+                _copy(dtype, values + h * head_bytes, v_cache + cache_offset, 0, dim)
 
     return rope_and_cache
 
 
-KERNELS = {dtype: _make_kernel(loaded, dtype.itemsize) for dtype, loaded in FLOATS.items()}
+KERNELS = KernelTable(
+    (dtype, _make_kernel(loaded, dtype.itemsize)) for dtype, loaded in FLOATS.items()
+)

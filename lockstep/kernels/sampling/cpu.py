@@ -19,8 +19,8 @@ def _find_best(scores: Tensor) -> tuple[Tensor, Tensor]:
     indices = torch.empty(scores.shape[:-1], dtype=torch.int64)
     tops = torch.empty(scores.shape[:-1], dtype=torch.float32)
     numba_kernels.find_best(
-        address(scores, torch.float32), indices.data_ptr(), tops.data_ptr(), tops.numel(),
-        scores.shape[-1],
+        address("scores", scores, torch.float32, scores.numel()), indices.data_ptr(),
+        tops.data_ptr(), tops.numel(), scores.shape[-1],
     )  # fmt: skip
     return indices, tops
 
@@ -29,9 +29,9 @@ def _uniform(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     """See lockstep.kernels.sampling.uniform."""
     out = torch.empty(len(positions), len(ids), dtype=torch.float32)
     ids = ids.contiguous()
-    ids_address = address(ids, torch.int64)
-    for key, line in zip(position_keys(seed, positions), out, strict=True):
-        numba_kernels.uniform(key, ids_address, line.data_ptr(), len(ids))
+    ids_address = address("ids", ids, torch.int64, len(ids))
+    for key, numbers in zip(position_keys(seed, positions), out, strict=True):
+        numba_kernels.uniform(key, ids_address, numbers.data_ptr(), len(ids))
     return out
 
 

@@ -40,10 +40,10 @@ def best_of(x, index):
 
 
 @triton.jit
-def better_of(x, spot, best, index):
+def better_of(x, column, best, index):
     """Return the better of two scores per lane, the earlier of equal ones. NaN is never better."""
     wins = x > best
-    return tl.where(wins, x, best), tl.where(wins, spot, index)
+    return tl.where(wins, x, best), tl.where(wins, column, index)
 
 
 @triton.jit
@@ -153,18 +153,18 @@ def compact(numbers, selected, chosen):
 
 @triton.jit
 def _gather(
-    logit_row, inside, groups, tile, spots,
+    logit_row, inside, groups, tile, columns,
     VOCAB: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Copy the scores of the selected groups, at most TILE, to the tile in ascending order."""
     count = compact(tl.arange(0, LANES), inside, groups)
     slot = tl.arange(0, TILE)
     group = tl.load(groups + slot, mask=slot < count, other=0)
-    spot = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    live = (slot < count)[:, None] & (spot < VOCAB)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    live = (slot < count)[:, None] & (column < VOCAB)
     index = slot[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    tl.store(tile + index, scores_at(logit_row, spot, live))
-    tl.store(spots + index, tl.where(live, spot, 0))
+    tl.store(tile + index, scores_at(logit_row, column, live))
+    tl.store(columns + index, tl.where(live, column, 0))
     tl.debug_barrier()  # the tile is read in another layout
 
 
@@ -180,9 +180,9 @@ def _total_mass(masses, peak, top, BLOCKS: tl.constexpr, LANES: tl.constexpr):
 @triton.jit
 def limits_of(logit_row):
     """Return min_p, top_k and top_p of a logit row."""
-    of = logit_row.of
+    state = logit_row.state
     row = logit_row.row
-    return number_of(of, row, MIN_P), integer_of(of, row, TOP_K), number_of(of, row, TOP_P)
+    return number_of(state, row, MIN_P), integer_of(state, row, TOP_K), number_of(state, row, TOP_P)
 
 
 @triton.jit
@@ -196,7 +196,7 @@ def floor_of(top, min_p):
 
 @triton.jit
 def gather_tile(
-    logit_row, peaks, groups, tile, spots,
+    logit_row, peaks, groups, tile, columns,
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
@@ -209,7 +209,7 @@ def gather_tile(
     highest = key_of(top).to(tl.int64)
     floor = floor_of(top, min_p)
     bound = tl.maximum(tl.maximum(bound_of(keys, TILE, highest), floor), NOTHING + 1)
-    _gather(logit_row, keys >= bound.to(tl.int32), groups, tile, spots, VOCAB, LANES, GROUP, TILE)
+    _gather(logit_row, keys >= bound.to(tl.int32), groups, tile, columns, VOCAB, LANES, GROUP, TILE)
     return peak, top, floor, bound
 
 

@@ -59,20 +59,21 @@ class Batch(NamedTuple):
 
 
 class LogitRow(NamedTuple):
-    """Logits of one row at one position: logit row `at` of a batch.
+    """Logits of one row at one position.
 
-    of: parameters. row: row of the table. use: its flags. first: index, in the logits of all ranks,
-    of the logit with index 0. Sizes: queries per row, length of a row's history, tokens of the
-    vocabulary, pitch (logits from one row to the next), stops (stop ids), words (bad words),
-    longest (tokens of a bad word), lanes (longest, rounded up to a power of 2).
+    query: index of the logit row in the batch. state: parameters. row: row of the table. use: its
+    flags. first: index, in the logits of all ranks, of the logit with index 0. Sizes: queries per
+    row, length of a row's history, tokens of the vocabulary, pitch (logits from one row to the
+    next), stops (stop ids), words (bad words), longest (tokens of a bad word), lanes (longest,
+    rounded up to a power of 2).
 
     Construct a LogitRow inside of the call that takes it: if it were assigned to a variable, Triton
     would turn its constant sizes into tensors.
     """
 
     batch: Any
-    of: Any
-    at: Any
+    state: Any
+    query: Any
     row: Any
     use: Any
     queries: Any
@@ -104,9 +105,9 @@ def _ban_words(x, ids, logit_row):
     L = logit_row.longest
     history = logit_row.batch.history + logit_row.row * logit_row.length
     lane = tl.arange(0, logit_row.lanes)
-    position = tl.load(logit_row.batch.positions + logit_row.at)
+    position = tl.load(logit_row.batch.positions + logit_row.query)
     for i in range(logit_row.words):
-        word = logit_row.of.bad_words + (logit_row.row * logit_row.words + i) * L
+        word = logit_row.state.bad_words + (logit_row.row * logit_row.words + i) * L
         last = tl.load(word + L - 1)
         back = position - (L - 1) + lane
         prefix = tl.load(word + lane, mask=lane < L - 1, other=-1)
@@ -122,11 +123,11 @@ def _ban_words(x, ids, logit_row):
 @triton.jit
 def _ban_stops(x, ids, logit_row):
     """Ban the stop ids before the row's min_position."""
-    if tl.load(logit_row.batch.positions + logit_row.at) < integer_of(
-        logit_row.of, logit_row.row, MIN_POSITION
+    if tl.load(logit_row.batch.positions + logit_row.query) < integer_of(
+        logit_row.state, logit_row.row, MIN_POSITION
     ):
         for i in range(logit_row.stops):
-            stop = tl.load(logit_row.of.stop_ids + logit_row.row * logit_row.stops + i)
+            stop = tl.load(logit_row.state.stop_ids + logit_row.row * logit_row.stops + i)
             x = tl.where(ids == stop, float("-inf"), x)
     return x
 
@@ -134,23 +135,23 @@ def _ban_stops(x, ids, logit_row):
 @triton.jit
 def _penalize(x, ids, live, logit_row):
     """Apply penalties by the row's counts and by the drafts before the position."""
-    of = logit_row.of
+    state = logit_row.state
     masks = logit_row.row * logit_row.tokens + ids
-    n = tl.load(of.counts + masks, mask=live, other=0)
-    drafts = logit_row.batch.drafts + logit_row.at // logit_row.queries * (logit_row.queries - 1)
-    for i in range((logit_row.at % logit_row.queries).to(tl.int32)):
+    n = tl.load(state.counts + masks, mask=live, other=0)
+    drafts = logit_row.batch.drafts + logit_row.query // logit_row.queries * (logit_row.queries - 1)
+    for i in range((logit_row.query % logit_row.queries).to(tl.int32)):
         n += (ids == tl.load(drafts + i)).to(tl.int32)
-    seen = (n > 0) | (tl.load(of.in_prompt + masks, mask=live, other=0) != 0)
-    repetition = tl.zeros_like(x) + number_of(of, logit_row.row, REPETITION)
+    seen = (n > 0) | (tl.load(state.in_prompt + masks, mask=live, other=0) != 0)
+    repetition = tl.zeros_like(x) + number_of(state, logit_row.row, REPETITION)
     x = tl.where(seen, tl.where(x > 0, tl.div_rn(x, repetition), x * repetition), x)
-    x = x - number_of(of, logit_row.row, FREQUENCY) * n.to(tl.float32)
-    return x - tl.where(n > 0, number_of(of, logit_row.row, PRESENCE), 0.0)
+    x = x - number_of(state, logit_row.row, FREQUENCY) * n.to(tl.float32)
+    return x - tl.where(n > 0, number_of(state, logit_row.row, PRESENCE), 0.0)
 
 
 @triton.jit
 def _allowed_only(x, ids, live, logit_row):
     """Ban the tokens whose bit is not set in the mask."""
-    words = logit_row.batch.allowed + logit_row.at * ((logit_row.tokens + 31) // 32)
+    words = logit_row.batch.allowed + logit_row.query * ((logit_row.tokens + 31) // 32)
     word = tl.load(words + ids // 32, mask=live, other=0)
     return tl.where(((word >> (ids % 32)) & 1) != 0, x, float("-inf"))
 
@@ -167,7 +168,7 @@ def tokens_at(logit_row, indices, live):
 @triton.jit
 def scores_at(logit_row, indices, live):
     """Return the scores at these indices, before filters and noise; -inf where not live."""
-    logits = logit_row.batch.logits + logit_row.at * logit_row.pitch
+    logits = logit_row.batch.logits + logit_row.query * logit_row.pitch
     return scores_of(logit_row, logits + indices, indices, live)
 
 
@@ -186,7 +187,7 @@ def scores_of(logit_row, logits, indices, live):
             x = _allowed_only(x, ids, live, logit_row)
     if logit_row.use & USES_BIAS:
         x += tl.load(
-            logit_row.of.bias + logit_row.row * logit_row.tokens + ids, mask=live, other=0.0
+            logit_row.state.bias + logit_row.row * logit_row.tokens + ids, mask=live, other=0.0
         )
     if logit_row.use & USES_BAD_WORDS:
         x = _ban_words(x, ids, logit_row)
@@ -195,7 +196,7 @@ def scores_of(logit_row, logits, indices, live):
     if logit_row.use & USES_PENALTIES:
         x = _penalize(x, ids, live, logit_row)
     if logit_row.use & USES_NOISE:
-        x = tl.div_rn(x, tl.zeros_like(x) + number_of(logit_row.of, logit_row.row, TEMPERATURE))
+        x = tl.div_rn(x, tl.zeros_like(x) + number_of(logit_row.state, logit_row.row, TEMPERATURE))
     return tl.where(sound, x, float("inf"))
 
 
@@ -214,9 +215,9 @@ def noise_at(logit_row, indices, live):
     """Return Gumbel noise at these indices: see lockstep.kernels.sampling.gumbel."""
     ids = tokens_at(logit_row, indices, live)
     zero = tl.zeros_like(indices).to(tl.uint32)
-    position = tl.load(logit_row.batch.positions + logit_row.at)
-    low = integer_of(logit_row.of, logit_row.row, SEED).to(tl.uint32, bitcast=True)
-    high = integer_of(logit_row.of, logit_row.row, SEED + 1).to(tl.uint32, bitcast=True)
+    position = tl.load(logit_row.batch.positions + logit_row.query)
+    low = integer_of(logit_row.state, logit_row.row, SEED).to(tl.uint32, bitcast=True)
+    high = integer_of(logit_row.state, logit_row.row, SEED + 1).to(tl.uint32, bitcast=True)
     key = _mix((zero + low) ^ 0x9E3779B9)
     key = _mix(key ^ high)
     key = _mix(key ^ position.to(tl.uint32))

@@ -79,8 +79,8 @@ def _pack_groups(
     group = tl.load(groups + slot, mask=live, other=FIRST // GROUP) - FIRST // GROUP
     peak = tl.load(peaks + group, mask=live, other=float("-inf"))
     tl.store(floats + GROUPS_AT + TILE + slot, peak)
-    spot = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x = tl.load(logits + spot, mask=live[:, None] & (spot < VOCAB), other=float("-inf"))
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(logits + column, mask=live[:, None] & (column < VOCAB), other=float("-inf"))
     tl.store(packed + slot[:, None] * GROUP + tl.arange(0, GROUP)[None, :], x)
 
 
@@ -98,14 +98,14 @@ def propose_kernel(
     records [N, WORDS] int32. floats, packed: the same memory as fp32 and in the logits' dtype, of
     which LOGIT_WORDS fill a word.
     """
-    at = tl.program_id(0).to(tl.int64)
-    row = tl.load(batch.row_ids + at // queries)
+    query = tl.program_id(0).to(tl.int64)
+    row = tl.load(batch.row_ids + query // queries)
     use = integer_of(state, row, FLAGS)
-    logits = batch.logits + at * VOCAB
-    record = records + at * WORDS
-    floats += at * WORDS
+    logits = batch.logits + query * VOCAB
+    record = records + query * WORDS
+    floats += query * WORDS
     top, chosen = best_of_parts(
-        logits, values + at * PARTS, best_indices + at * PARTS, use,
+        logits, values + query * PARTS, best_indices + query * PARTS, use,
         VOCAB, PARTS, PART_LANES, GRAIN,
     )  # fmt: skip
     tl.store(floats + BEST, top)
@@ -113,19 +113,19 @@ def propose_kernel(
     halves = tl.full((), 2 * HEADER, tl.int32)
     if filters(use):
         lane = tl.arange(0, LANES)
-        peak = tl.load(peaks + at * GROUPS + lane, mask=lane < GROUPS, other=float("-inf"))
+        peak = tl.load(peaks + query * GROUPS + lane, mask=lane < GROUPS, other=float("-inf"))
         keys = key_of(peak)
         bound = bound_of(keys, TILE, key_of(tl.max(peak, 0)).to(tl.int64))
         bound = tl.maximum(bound, NOTHING + 1).to(tl.int32)
         tl.store(record + BOUND, bound)
         tl.store(record + FIRST_BLOCK, FIRST // BLOCK)
-        _pack_blocks(record, floats, peak, masses + at * BLOCKS, BLOCKS, BLOCK_LANES, GROUPS_AT)
+        _pack_blocks(record, floats, peak, masses + query * BLOCKS, BLOCKS, BLOCK_LANES, GROUPS_AT)
         _pack_groups(
-            record, floats, packed + (at * WORDS + LOGITS_AT) * LOGIT_WORDS, logits,
-            peaks + at * GROUPS, keys >= bound, VOCAB, FIRST, LANES, GROUP, TILE, GROUPS_AT,
+            record, floats, packed + (query * WORDS + LOGITS_AT) * LOGIT_WORDS, logits,
+            peaks + query * GROUPS, keys >= bound, VOCAB, FIRST, LANES, GROUP, TILE, GROUPS_AT,
         )  # fmt: skip
         halves = tl.full((), 2 * WORDS, tl.int32)
-    tl.store(needed + at, halves)
+    tl.store(needed + query, halves)
 
 
 @triton.jit
@@ -155,7 +155,7 @@ def _unpack_blocks(
 
 @triton.jit
 def _unpack_groups(
-    logit_row, record, packed, inside, chosen, tile, spots,
+    logit_row, record, packed, inside, chosen, tile, columns,
     VOCAB: tl.constexpr, SLOTS: tl.constexpr, WORDS: tl.constexpr, GROUPS_AT: tl.constexpr,
     LOGITS_AT: tl.constexpr, LOGIT_WORDS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -170,18 +170,18 @@ def _unpack_groups(
     number = proposed % TILE
     group = tl.load(record + rank * WORDS + GROUPS_AT + number, mask=slot < count, other=0)
     member = tl.arange(0, GROUP)[None, :]
-    spot = group[:, None] * GROUP + member
-    live = (slot < count)[:, None] & (spot < VOCAB)
+    column = group[:, None] * GROUP + member
+    live = (slot < count)[:, None] & (column < VOCAB)
     logits = packed + ((rank * WORDS + LOGITS_AT) * LOGIT_WORDS + number * GROUP)[:, None] + member
     index = slot[:, None] * GROUP + member
-    tl.store(tile + index, scores_of(logit_row, logits, spot, live))
-    tl.store(spots + index, tl.where(live, spot, 0))
+    tl.store(tile + index, scores_of(logit_row, logits, column, live))
+    tl.store(columns + index, tl.where(live, column, 0))
     tl.debug_barrier()  # the tile is read in another layout
 
 
 @triton.jit
 def _best_proposed(
-    logit_row, record, floats, packed, peaks, masses, chosen, tile, spots, top,
+    logit_row, record, floats, packed, peaks, masses, chosen, tile, columns, top,
     VOCAB: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, WORDS: tl.constexpr,
     GROUPS_AT: tl.constexpr, LOGITS_AT: tl.constexpr, LOGIT_WORDS: tl.constexpr,
     GROUPS: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_LANES: tl.constexpr,
@@ -201,7 +201,7 @@ def _best_proposed(
     highest = key_of(top).to(tl.int64)
     bound = tl.maximum(tl.maximum(bound_of(keys, TILE, highest), floor), bound.to(tl.int64))
     _unpack_groups(
-        logit_row, record, packed, keys >= bound.to(tl.int32), chosen, tile, spots,
+        logit_row, record, packed, keys >= bound.to(tl.int32), chosen, tile, columns,
         VOCAB, SLOTS, WORDS, GROUPS_AT, LOGITS_AT, LOGIT_WORDS, GROUP, TILE,
     )  # fmt: skip
     _unpack_blocks(
@@ -211,14 +211,14 @@ def _best_proposed(
     lane = tl.arange(0, LANES)
     peak = tl.load(peaks + lane, mask=lane < GROUPS, other=float("-inf"))
     return best_candidate(
-        logit_row, tile, spots, masses, peak, top, floor, bound,
+        logit_row, tile, columns, masses, peak, top, floor, bound,
         VOCAB, BLOCKS, BLOCK_LANES, TILE * GROUP,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["queries", "length", "tokens"])
 def choose_proposed_kernel(
-    batch, state, records, floats, packed, peaks, masses, slots, tile, spots, out, needed,
+    batch, state, records, floats, packed, peaks, masses, slots, tile, columns, out, needed,
     queries, length, tokens,
     VOCAB: tl.constexpr, MAX_WIDTH: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr,
     L: tl.constexpr, WORD_LANES: tl.constexpr, RANKS: tl.constexpr, RANK_LANES: tl.constexpr,
@@ -230,11 +230,11 @@ def choose_proposed_kernel(
 
     records [N, RANKS, WORDS] int32. needed [N]: MAX_WIDTH where the whole row is needed, else 0.
     """
-    at = tl.program_id(0).to(tl.int64)
-    row = tl.load(batch.row_ids + at // queries)
+    query = tl.program_id(0).to(tl.int64)
+    row = tl.load(batch.row_ids + query // queries)
     use = integer_of(state, row, FLAGS)
-    record = records + at * RANKS * WORDS
-    floats += at * RANKS * WORDS
+    record = records + query * RANKS * WORDS
+    floats += query * RANKS * WORDS
     lanes = tl.arange(0, RANK_LANES)
     value = tl.load(floats + lanes * WORDS + BEST, mask=lanes < RANKS, other=float("-inf"))
     index = tl.load(record + lanes * WORDS + BEST_INDEX, mask=lanes < RANKS, other=HIGHEST)
@@ -244,14 +244,15 @@ def choose_proposed_kernel(
         SIZE: tl.constexpr = TILE * GROUP
         chosen = _best_proposed(
             LogitRow(
-                batch, state, at, row, use, queries, length, tokens, VOCAB, STOPS, W, L, WORD_LANES,
-                0,
+                batch, state, query, row, use, queries, length, tokens, VOCAB, STOPS, W, L,
+                WORD_LANES, 0,
             ),
-            record, floats, packed + at * RANKS * WORDS * LOGIT_WORDS,
-            peaks + at * GROUPS, masses + at * BLOCKS, slots + at * TILE, tile + at * SIZE,
-            spots + at * SIZE, top, VOCAB, RANKS, RANK_LANES * TILE, WORDS, GROUPS_AT, LOGITS_AT,
-            LOGIT_WORDS, GROUPS, LANES, BLOCKS, BLOCK_LANES, GROUP, TILE,
+            record, floats, packed + query * RANKS * WORDS * LOGIT_WORDS,
+            peaks + query * GROUPS, masses + query * BLOCKS, slots + query * TILE,
+            tile + query * SIZE, columns + query * SIZE, top, VOCAB, RANKS, RANK_LANES * TILE,
+            WORDS, GROUPS_AT, LOGITS_AT, LOGIT_WORDS, GROUPS, LANES, BLOCKS, BLOCK_LANES, GROUP,
+            TILE,
         )  # fmt: skip
     chosen = tl.where(sound, chosen, NONE)
-    tl.store(needed + at, tl.where(chosen == UNDECIDED, MAX_WIDTH, 0))
-    store_token(batch, out, at, chosen)
+    tl.store(needed + query, tl.where(chosen == UNDECIDED, MAX_WIDTH, 0))
+    store_token(batch, out, query, chosen)

@@ -47,8 +47,8 @@ def filters(use):
 @triton.jit
 def _plain_best(logits, begin, VOCAB: tl.constexpr, SPAN: tl.constexpr, GRAIN: tl.constexpr):
     """Return the largest of SPAN logits, inf for NaN, and the first index of its GRAIN logits."""
-    spot = begin + tl.arange(0, SPAN)
-    x = tl.load(logits + spot, mask=spot < VOCAB, other=float("-inf")).to(tl.float32)
+    column = begin + tl.arange(0, SPAN)
+    x = tl.load(logits + column, mask=column < VOCAB, other=float("-inf")).to(tl.float32)
     x = tl.where(x < float("inf"), x, float("inf"))
     best = tl.max(tl.reshape(x, (SPAN // GRAIN, GRAIN)), 1)
     return best_of(best, begin + GRAIN * tl.arange(0, SPAN // GRAIN))
@@ -65,11 +65,11 @@ def _best_score(
     the mass: the sum of exp(score - largest score of the block).
     """
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    best_spot = tl.zeros((BLOCK,), tl.int32) + begin
+    best_column = tl.zeros((BLOCK,), tl.int32) + begin
     for offset in range(begin, begin + SPAN, BLOCK):
-        spot = offset + tl.arange(0, BLOCK)
-        live = spot < VOCAB
-        x = scores_at(logit_row, spot, live)
+        column = offset + tl.arange(0, BLOCK)
+        live = column < VOCAB
+        x = scores_at(logit_row, column, live)
         if filters(logit_row.use):
             group = offset // GROUP + tl.arange(0, BLOCK // GROUP)
             peak = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), 1)
@@ -77,9 +77,9 @@ def _best_score(
             mass = tl.sum(tl.where(x > float("-inf"), tl.exp(x - tl.max(x, 0)), 0.0), 0)
             tl.store(masses + offset // BLOCK, mass, mask=offset < VOCAB)
         elif logit_row.use & USES_NOISE:
-            x += noise_at(logit_row, spot, live)
-        best, best_spot = better_of(x, spot, best, best_spot)
-    return best_of(best, best_spot)
+            x += noise_at(logit_row, column, live)
+        best, best_column = better_of(x, column, best, best_column)
+    return best_of(best, best_column)
 
 
 @triton.jit(do_not_specialize=["queries", "length", "tokens", "pitch"])
@@ -97,49 +97,49 @@ def score_kernel(
     vectorizes loads, and adds, as for whole rows, however the rank's rows are aligned. None for
     whole rows.
     """
-    at = tl.program_id(0).to(tl.int64)
+    query = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    row = tl.load(batch.row_ids + at // queries)
+    row = tl.load(batch.row_ids + query // queries)
     begin = part * SPAN
     use = integer_of(state, row, FLAGS)
     if use == 0:
-        logits = batch.logits + at * (VOCAB if pitch is None else pitch * ALIGNMENT)
+        logits = batch.logits + query * (VOCAB if pitch is None else pitch * ALIGNMENT)
         top, first = _plain_best(logits, begin, VOCAB, SPAN, GRAIN)
     else:
         top, first = _best_score(
             LogitRow(
-                batch, state, at, row, use, queries, length, tokens,
+                batch, state, query, row, use, queries, length, tokens,
                 VOCAB if pitch is None else pitch * ALIGNMENT, STOPS, W, L, WORD_LANES, FIRST,
             ),
-            begin, peaks + at * GROUPS, masses + at * BLOCKS, VOCAB, SPAN, BLOCK, GROUP,
+            begin, peaks + query * GROUPS, masses + query * BLOCKS, VOCAB, SPAN, BLOCK, GROUP,
         )  # fmt: skip
-    part += at * tl.num_programs(1)
+    part += query * tl.num_programs(1)
     tl.store(values + part, top)
     tl.store(best_indices + part, first)
 
 
 @triton.jit
-def pick(scores, spots, logit_row, threshold, last, size, BLOCK: tl.constexpr):
+def pick(scores, columns, logit_row, threshold, last, size, BLOCK: tl.constexpr):
     """Return the index of the best score, noise included, that passed the filters.
 
-    scores: `size` scores. spots: index of each in the logit row, or None. A score passes if its key
-    is above threshold, or equals it up to index `last`.
+    scores: `size` scores. columns: index of each in the logit row, or None. A score passes if its
+    key is above threshold, or equals it up to index `last`.
     """
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    best_spot = tl.zeros((BLOCK,), tl.int32)
+    best_column = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, size, BLOCK):
         index = begin + tl.arange(0, BLOCK)
         live = index < size
-        spot = index
-        if spots is not None:
-            spot = tl.load(spots + index, mask=live, other=0)
+        column = index
+        if columns is not None:
+            column = tl.load(columns + index, mask=live, other=0)
         x = tl.load(scores + index, mask=live, other=float("-inf"))
         key = key_of(x)
-        noise = noise_at(logit_row, spot, live)
+        noise = noise_at(logit_row, column, live)
         passes = live & ((key > threshold) | ((key == threshold) & (index <= last)))
         x = tl.where(passes, x + noise, float("-inf"))
-        best, best_spot = better_of(x, spot, best, best_spot)
-    return best_of(best, best_spot)[1]
+        best, best_column = better_of(x, column, best, best_column)
+    return best_of(best, best_column)[1]
 
 
 @triton.jit
@@ -153,16 +153,16 @@ def best_of_parts(
     index = tl.load(best_indices + lanes, mask=lanes < PARTS, other=HIGHEST)
     top, chosen = best_of(value, index)
     if use == 0:  # the index is that of the first of GRAIN logits
-        spot = chosen + tl.arange(0, GRAIN)
-        x = tl.load(logits + spot, mask=spot < VOCAB, other=float("-inf"))
-        first = tl.min(tl.where(x.to(tl.float32) == top, spot, HIGHEST), 0)
+        column = chosen + tl.arange(0, GRAIN)
+        x = tl.load(logits + column, mask=column < VOCAB, other=float("-inf"))
+        first = tl.min(tl.where(x.to(tl.float32) == top, column, HIGHEST), 0)
         chosen = tl.where(first < VOCAB, first, chosen)
     return top, chosen
 
 
 @triton.jit
 def best_candidate(
-    logit_row, tile, spots, masses, peak, top, floor, bound,
+    logit_row, tile, columns, masses, peak, top, floor, bound,
     VOCAB: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_LANES: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Return the index of the best token that passes the filters; UNDECIDED if not in the tile."""
@@ -171,37 +171,37 @@ def best_candidate(
     )
     chosen = tl.full((), UNDECIDED, tl.int32)
     if complete:
-        chosen = pick(tile, spots, logit_row, threshold, last, SIZE, SIZE)
+        chosen = pick(tile, columns, logit_row, threshold, last, SIZE, SIZE)
     return chosen
 
 
 @triton.jit
-def store_token(batch, out, at, chosen):
+def store_token(batch, out, query, chosen):
     """Store the token of the index `chosen`. A negative result is stored as it is."""
     if batch.kept is not None:
         chosen = tl.where(chosen < 0, chosen, tl.load(batch.kept + tl.maximum(chosen, 0)))
-    tl.store(out + at, chosen.to(tl.int64))
+    tl.store(out + query, chosen.to(tl.int64))
 
 
 @triton.jit
 def _best_filtered(
-    logit_row, peaks, masses, groups, tile, spots,
+    logit_row, peaks, masses, groups, tile, columns,
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK_LANES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Gather the tile and return its best token: see best_candidate."""
     peak, top, floor, bound = gather_tile(
-        logit_row, peaks, groups, tile, spots, VOCAB, GROUPS, LANES, GROUP, TILE
+        logit_row, peaks, groups, tile, columns, VOCAB, GROUPS, LANES, GROUP, TILE
     )
     return best_candidate(
-        logit_row, tile, spots, masses, peak, top, floor, bound,
+        logit_row, tile, columns, masses, peak, top, floor, bound,
         VOCAB, BLOCKS, BLOCK_LANES, TILE * GROUP,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["queries", "length", "tokens"])
 def choose_kernel(
-    batch, state, peaks, masses, values, best_indices, groups, tile, spots, out,
+    batch, state, peaks, masses, values, best_indices, groups, tile, columns, out,
     queries, length, tokens,
     VOCAB: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
     WORD_LANES: tl.constexpr, PARTS: tl.constexpr, PART_LANES: tl.constexpr, GRAIN: tl.constexpr,
@@ -214,11 +214,11 @@ def choose_kernel(
     UNDECIDED if the tile does not hold all tokens that pass. NONE if the largest score is not
     finite.
     """
-    at = tl.program_id(0).to(tl.int64)
-    row = tl.load(batch.row_ids + at // queries)
+    query = tl.program_id(0).to(tl.int64)
+    row = tl.load(batch.row_ids + query // queries)
     use = integer_of(state, row, FLAGS)
     top, chosen = best_of_parts(
-        batch.logits + at * VOCAB, values + at * PARTS, best_indices + at * PARTS, use,
+        batch.logits + query * VOCAB, values + query * PARTS, best_indices + query * PARTS, use,
         VOCAB, PARTS, PART_LANES, GRAIN,
     )  # fmt: skip
     sound = (top > float("-inf")) & (top < float("inf"))
@@ -226,13 +226,14 @@ def choose_kernel(
         SIZE: tl.constexpr = TILE * GROUP
         chosen = _best_filtered(
             LogitRow(
-                batch, state, at, row, use, queries, length, tokens, VOCAB, STOPS, W, L, WORD_LANES,
-                0,
+                batch, state, query, row, use, queries, length, tokens, VOCAB, STOPS, W, L,
+                WORD_LANES, 0,
             ),
-            peaks + at * GROUPS, masses + at * BLOCKS, groups + at * TILE, tile + at * SIZE,
-            spots + at * SIZE, VOCAB, GROUPS, LANES, BLOCKS, BLOCK_LANES, GROUP, TILE,
+            peaks + query * GROUPS, masses + query * BLOCKS, groups + query * TILE,
+            tile + query * SIZE, columns + query * SIZE, VOCAB, GROUPS, LANES, BLOCKS, BLOCK_LANES,
+            GROUP, TILE,
         )  # fmt: skip
-    store_token(batch, out, at, tl.where(sound, chosen, NONE))
+    store_token(batch, out, query, tl.where(sound, chosen, NONE))
 
 
 @triton.jit
@@ -242,9 +243,9 @@ def _best_of_logit_row(logit_row, scores, VOCAB: tl.constexpr, BLOCK: tl.constex
     best = tl.full((SPAN,), float("-inf"), tl.float32)
     tl.debug_barrier()  # the previous logit row may still read this memory
     for begin in range(0, VOCAB, SPAN):
-        spot = begin + tl.arange(0, SPAN)
-        x = scores_at(logit_row, spot, spot < VOCAB)
-        tl.store(scores + spot, x, mask=spot < VOCAB)
+        column = begin + tl.arange(0, SPAN)
+        x = scores_at(logit_row, column, column < VOCAB)
+        tl.store(scores + column, x, mask=column < VOCAB)
         best = tl.maximum(best, x)
     tl.debug_barrier()  # every thread reads scores that others have written
     threshold, last = filter_logit_row(scores, tl.max(best, 0), logit_row, VOCAB, BLOCK)
@@ -260,16 +261,16 @@ def whole_kernel(
     """Choose the tokens of UNDECIDED logit rows. Each CTA reuses a buffer of scores."""
     cta = tl.program_id(0).to(tl.int64)
     for begin in range(0, logit_rows, tl.num_programs(0)):
-        at = begin + cta
-        if tl.load(out + at, mask=at < logit_rows, other=NONE) == UNDECIDED:
-            row = tl.load(batch.row_ids + at // queries)
+        query = begin + cta
+        if tl.load(out + query, mask=query < logit_rows, other=NONE) == UNDECIDED:
+            row = tl.load(batch.row_ids + query // queries)
             chosen = _best_of_logit_row(
                 LogitRow(
-                    batch, state, at, row, integer_of(state, row, FLAGS), queries, length, tokens,
-                    VOCAB, STOPS, W, L, WORD_LANES, 0,
+                    batch, state, query, row, integer_of(state, row, FLAGS), queries, length,
+                    tokens, VOCAB, STOPS, W, L, WORD_LANES, 0,
                 ),
                 scores + cta * VOCAB, VOCAB, BLOCK,
             )  # fmt: skip
             if batch.kept is not None:
                 chosen = tl.load(batch.kept + chosen)
-            tl.store(out + at, chosen.to(tl.int64))
+            tl.store(out + query, chosen.to(tl.int64))

@@ -1,4 +1,10 @@
-"""Addresses and layouts of tensors, for kernels that are called with numbers alone."""
+"""Addresses and layouts of tensors, for kernels that are called with numbers alone.
+
+Such a kernel knows neither dtypes nor bounds. It would read wrong numbers where a tensor has
+another dtype, and read and write past its end where it has fewer elements. So every tensor that a
+caller has made is checked before its address is passed on. Page numbers, slots and other indices
+that a tensor contains are not checked.
+"""
 
 from math import prod
 
@@ -6,20 +12,52 @@ import torch
 from torch import Tensor
 
 
-def address(x: Tensor, dtype: torch.dtype) -> int:
-    """Return the address of a contiguous tensor, whose dtype the kernel assumes."""
-    # A kernel would read other numbers, and write out of bounds.
-    assert x.dtype == dtype and x.is_contiguous(), (x.dtype, x.stride())
+def check_operand(name: str, x: Tensor, dtype: torch.dtype, size: int) -> None:
+    """Raise ValueError unless x is a CPU's tensor of `size` elements of a dtype."""
+    if x.dtype != dtype or x.numel() != size or not x.is_cpu:
+        raise _operand_error(name, x, f"{size} elements of {dtype} on a CPU")
+
+
+def address(name: str, x: Tensor, dtype: torch.dtype, size: int) -> int:
+    """Return the address of a contiguous tensor of `size` elements.
+
+    Raises:
+        ValueError: x has another dtype, number of elements or layout, or is not on a CPU.
+    """
+    # One condition and no call of check_operand: kernels have up to 20 operands at 0.3 us each.
+    if x.dtype != dtype or x.numel() != size or not x.is_contiguous() or not x.is_cpu:
+        raise _operand_error(name, x, f"{size} contiguous elements of {dtype} on a CPU")
     return x.data_ptr()
 
 
-def address_of_rows(x: Tensor, dtype: torch.dtype) -> tuple[int, int]:
-    """Return (address, elements between rows) of x [R, C], which may be columns of a wider tensor.
+def optional_address(name: str, x: Tensor | None, dtype: torch.dtype, size: int) -> int:
+    """Return address(...), or 0 of None, which kernels take for a missing operand."""
+    return 0 if x is None else address(name, x, dtype, size)
 
-    dtype: that the kernel assumes.
+
+def address_of_rows(
+    name: str, x: Tensor, dtype: torch.dtype, rows: int, columns: int
+) -> tuple[int, int]:
+    """Return (address, elements between rows) of x [rows, columns].
+
+    x may be columns of a wider tensor.
+
+    Raises:
+        ValueError: x has another dtype, shape or layout, or is not on a CPU.
     """
-    assert x.dtype == dtype and x.stride(1) == 1, (x.dtype, x.stride())
-    return x.data_ptr(), x.stride(0)
+    if x.dtype != dtype or x.shape != (rows, columns) or not x.is_cpu:
+        raise _operand_error(name, x, f"[{rows}, {columns}] of {dtype} on a CPU")
+    outer, inner = x.stride()
+    # The stride of one column is meaningless, and torch may report any.
+    if inner != 1 and columns > 1:
+        raise _operand_error(name, x, "rows of consecutive elements")
+    return x.data_ptr(), outer
+
+
+def _operand_error(name: str, x: Tensor, expected: str) -> ValueError:
+    shape, strides = list(x.shape), x.stride()
+    actual = f"{shape} of {x.dtype} on {x.device} with strides {strides}"
+    return ValueError(f"{name}: the kernel reads {expected}; the tensor is {actual}")
 
 
 def row_strides(x: Tensor) -> tuple[Tensor, int, int, int, int]:

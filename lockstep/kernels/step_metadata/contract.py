@@ -38,10 +38,15 @@ class RowTensors:
     state_slots: Tensor
 
     def __post_init__(self) -> None:
-        # Kernels get addresses and assume widths.
+        # A CPU's kernels get addresses alone. They assume these widths and R rows.
+        rows = len(self.tokens)
         for name, x in vars(self).items():
             dtype = torch.int64 if name in ("tokens", "drafts") else torch.int32
-            assert x.dtype == dtype and x.is_contiguous(), name
+            if x.dtype != dtype or len(x) != rows or not x.is_contiguous():
+                raise ValueError(
+                    f"{name}: allowed are {rows} contiguous rows of {dtype}; the tensor is "
+                    f"{list(x.shape)} of {x.dtype} with strides {x.stride()}"
+                )
 
 
 @dataclass

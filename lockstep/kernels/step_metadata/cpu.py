@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.backends import numba_trait
-from lockstep.kernels.simd.strides import address
+from lockstep.kernels.simd.strides import address, optional_address
 from lockstep.kernels.step_metadata import (
     RowTensors,
     StepTensors,
@@ -40,9 +40,10 @@ def prepare_step_cpu(
     numba_kernels.prepare_step(
         table.tokens.data_ptr(), table.forced_end.data_ptr(), table.computed.data_ptr(),
         table.folded.data_ptr(), table.drafts.data_ptr(), table.draft_limit.data_ptr(),
-        table.page_table.data_ptr(), table.state_slots.data_ptr(), address(row_ids, torch.int64),
-        0 if query_lens is None else address(query_lens, torch.int32),
-        address(state_src, torch.int32),
+        table.page_table.data_ptr(), table.state_slots.data_ptr(),
+        address("row_ids", row_ids, torch.int64, rows),
+        optional_address("query_lens", query_lens, torch.int32, rows),
+        address("state_src", state_src, torch.int32, rows),
         *(x.data_ptr() for x in ints), *(x.data_ptr() for x in longs),
         rows, tokens, query_len, page_size, table.tokens.shape[1], table.drafts.shape[1], columns,
     )  # fmt: skip
@@ -88,9 +89,11 @@ def advance_rows_cpu(
     numba_kernels.advance_rows(
         table.tokens.data_ptr(), table.prompt_len.data_ptr(), table.forced_end.data_ptr(),
         table.computed.data_ptr(), table.folded.data_ptr(), table.drafts.data_ptr(),
-        address(counts, torch.int32),
-        *(address(x, torch.int64) for x in (row_ids, tokens, drafts)),
-        address(seq_lens, torch.int32),
+        address("counts", counts, torch.int32, len(table.tokens) * counts.shape[1]),
+        address("row_ids", row_ids, torch.int64, rows),
+        address("tokens", tokens, torch.int64, rows * width),
+        address("drafts", drafts, torch.int64, rows * (width - 1)),
+        address("seq_lens", seq_lens, torch.int32, rows),
         *(x.data_ptr() for x in (emitted, accepted, results)),
         rows, width, table.tokens.shape[1], table.drafts.shape[1], counts.shape[1], flush,
         state_grid, int(prompt), int(forced),

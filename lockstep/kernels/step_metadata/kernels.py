@@ -34,9 +34,9 @@ def _row_bounds(query_lens, query_len, s, BLOCK: tl.constexpr):
         "rows", "tokens", "query_len", "window", "length", "max_drafts", "columns", "page_size",
     ]
 )  # fmt: skip
-def prepare_kernel(
-    row_ids, query_lens, sources, history, forced_ends, computed, table_folded, table_drafts,
-    limits, tables, row_slots,
+def prepare_step_kernel(
+    row_ids, query_lens, sources, history, forced_end, computed, table_folded, table_drafts,
+    draft_limit, table_pages, table_slots,
     starts, committed, seq_lens, cu_seqlens, state_slots, state_src, folded, page_table, drafts,
     sample_at, token_rows, positions, token_ids, slot_mapping, ends,
     rows, tokens, query_len, window, length, max_drafts, columns, page_size,
@@ -50,38 +50,40 @@ def prepare_kernel(
     first, count = _row_bounds(query_lens, query_len, s, BLOCK)
     history = history + row * length
     table_drafts = table_drafts + row * max_drafts
-    tables = tables + row * columns
+    table_pages = table_pages + row * columns
     # Padding tokens of the step belong to its last row.
     live = lane < tl.where(s == rows - 1, tokens - first, count)
     position = start + lane
     drafted = live & (lane > 0) & (lane < window)
     num_committed = count
     if query_lens is None:
-        remaining = tl.load(forced_ends + row) - start
+        remaining = tl.load(forced_end + row) - start
         num_committed = tl.minimum(tl.maximum(remaining, 1), query_len)
     # Forced tokens are drafts that the history has already. A row with any has no other drafts.
-    limit = tl.where(num_committed > 1, 0, tl.load(limits + row))
+    limit = tl.where(num_committed > 1, 0, tl.load(draft_limit + row))
     wanted = drafted & (lane <= tl.minimum(limit, max_drafts))
     draft = tl.load(table_drafts + lane - 1, mask=wanted, other=-1)
     token = tl.load(history + tl.minimum(position, length - 1), mask=live, other=0)
     draft = tl.where(drafted & (lane < num_committed), token, draft)
-    slot = slot_at(tables, tl.where(live, position, 0), columns, page_size)
+    slot = slot_at(table_pages, tl.where(live, position, 0), columns, page_size)
     tl.store(history + position, tl.maximum(draft, 0), mask=drafted)
     tl.store(drafts + s * (window - 1) + lane - 1, draft, mask=drafted)
     tl.store(token_ids + first + lane, tl.where(drafted, tl.maximum(draft, 0), token), mask=live)
     tl.store(positions + first + lane, position.to(tl.int64), mask=live)
     tl.store(token_rows + first + lane, tl.zeros_like(slot) + s, mask=live)
     tl.store(slot_mapping + first + lane, slot, mask=live)
-    known = start + count
-    tl.store(sample_at + s * window + lane, (known - window + 1 + lane).to(tl.int64), lane < window)
-    page = tl.load(tables + lane, mask=lane < columns, other=0)
+    seq_len = start + count
+    tl.store(
+        sample_at + s * window + lane, (seq_len - window + 1 + lane).to(tl.int64), lane < window
+    )
+    page = tl.load(table_pages + lane, mask=lane < columns, other=0)
     tl.store(page_table + s.to(tl.int64) * columns + lane, page, mask=lane < columns)
     if tl.program_id(1) == 0:
-        row_slot = tl.load(row_slots + row)
+        row_slot = tl.load(table_slots + row)
         source = tl.load(sources + s)
         tl.store(starts + s, start)
         tl.store(committed + s, num_committed)
-        tl.store(seq_lens + s, known)
+        tl.store(seq_lens + s, seq_len)
         tl.store(cu_seqlens + s + 1, first + count)
         tl.store(state_slots + s, row_slot.to(tl.int64))
         tl.store(state_src + s, tl.where(source > 0, source, row_slot).to(tl.int64))
@@ -92,9 +94,9 @@ def prepare_kernel(
 
 
 @triton.jit(do_not_specialize=["length", "max_drafts", "vocab", "flush", "state_grid"])
-def advance_kernel(
-    row_ids, tokens, drafts, seq_lens, history, prompt_len, forced_end, computed, folded,
-    next_drafts, counts, emitted, accepted, results,
+def advance_rows_kernel(
+    row_ids, tokens, drafts, seq_lens, history, prompt_len, forced_end, computed, table_folded,
+    table_drafts, counts, emitted, accepted, results,
     length, max_drafts, vocab, flush, state_grid,
     PROMPT: tl.constexpr, FORCED: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -106,26 +108,26 @@ def advance_kernel(
     target = tl.load(tokens + s * W + lane, mask=live, other=0)
     draft = tl.load(drafts + s * (W - 1) + lane, mask=lane < W - 1, other=-1)
     seq_len = tl.load(seq_lens + s)
-    known = seq_len - (W - 1)
+    first = seq_len - (W - 1)
     real = row > 0
     emits = real & (seq_len >= tl.load(prompt_len + row))
-    column = tl.minimum(known + lane, length - 1)
+    column = tl.minimum(first + lane, length - 1)
     # A forced token is emitted whatever the target's token is.
-    is_forced = live & emits & (known + lane < tl.load(forced_end + row))
+    is_forced = live & emits & (first + lane < tl.load(forced_end + row))
     old = tl.load(history + row * length + column, mask=is_forced, other=0)
     token = tl.where(is_forced, old, target)
     equal = (lane < W - 1) & (draft == token) & (draft >= 0)
     num_accepted = tl.min(tl.where(equal, W - 1, lane), 0)
-    new_folded = known + num_accepted
+    folded = first + num_accepted
     if FORCED:
-        new_folded = next_folded(known + num_accepted, tl.load(folded + row), 1, state_grid)
+        folded = next_folded(first + num_accepted, tl.load(table_folded + row), 1, state_grid)
     elif not PROMPT:
-        new_folded = next_folded(known - 1, tl.load(folded + row), flush, state_grid)
-    tl.store(computed + row, tl.where(real, known + num_accepted, 0))
-    tl.store(folded + row, tl.where(real, new_folded, 0))
+        folded = next_folded(first - 1, tl.load(table_folded + row), flush, state_grid)
+    tl.store(computed + row, tl.where(real, first + num_accepted, 0))
+    tl.store(table_folded + row, tl.where(real, folded, 0))
     for begin in range(0, max_drafts, LANES):
         index = begin + lane
-        tl.store(next_drafts + row * max_drafts + index, -1, mask=index < max_drafts)
+        tl.store(table_drafts + row * max_drafts + index, -1, mask=index < max_drafts)
     tl.store(emitted + s * W + lane, token, mask=live)
     tl.store(accepted + s, num_accepted)
     differs = live & emits & (lane <= num_accepted) & (token != target)

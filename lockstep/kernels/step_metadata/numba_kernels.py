@@ -11,15 +11,15 @@ from lockstep.kernels.simd.vectors import load_int, load_int32, store_int, store
 
 
 @inline
-def _drafts_of_row(
+def _write_drafts(
     row, start, committed, window, history, length, table_drafts, max_drafts, limit, drafts
 ):
     """Write a row's drafts [window - 1] of a step, and append them to its tokens in history."""
     for i in range(window - 1):
-        at = row * length + start + 1 + i
+        index = row * length + start + 1 + i
         draft = -1
         if i < committed - 1:
-            draft = load_int(history, at)
+            draft = load_int(history, index)
         elif committed == 1 and i < limit and i < max_drafts:
             draft = load_int(table_drafts, row * max_drafts + i)
         store_int(drafts, i, draft)
@@ -30,9 +30,9 @@ def _drafts_of_row(
 
 @kernel
 def prepare_step(
-    history, forced_end, computed, table_folded, table_drafts, draft_limit, table_pages, row_slots,
-    row_ids, query_lens, sources, starts, committed, seq_lens, cu_seqlens, folded, page_table,
-    state_slots, state_src, ends, drafts, sample_at, token_rows, positions, token_ids,
+    history, forced_end, computed, table_folded, table_drafts, draft_limit, table_pages,
+    table_slots, row_ids, query_lens, sources, starts, committed, seq_lens, cu_seqlens, folded,
+    page_table, state_slots, state_src, ends, drafts, sample_at, token_rows, positions, token_ids,
     slot_mapping, rows, tokens, query_len, page_size, length, max_drafts, columns,
 ):  # fmt: skip
     """Fill a step's metadata. query_lens: 0 for a uniform step."""
@@ -43,12 +43,12 @@ def prepare_step(
         row = load_int(row_ids, s)
         start = load_int32(computed, row)
         count = query_len if query_lens == 0 else load_int32(query_lens, s)
-        certain = min(max(load_int32(forced_end, row) - start, 1), window)
-        slot = load_int32(row_slots, row)
+        num_committed = min(max(load_int32(forced_end, row) - start, 1), window)
+        slot = load_int32(table_slots, row)
         source = load_int32(sources, s)
         end += count
         store_int32(starts, s, start)
-        store_int32(committed, s, certain if query_lens == 0 else count)
+        store_int32(committed, s, num_committed if query_lens == 0 else count)
         store_int32(seq_lens, s, start + count)
         store_int32(cu_seqlens, s + 1, end)
         store_int32(folded, s, load_int32(table_folded, row))
@@ -58,8 +58,8 @@ def prepare_step(
         for column in range(columns):
             page = load_int32(table_pages, row * columns + column)
             store_int32(page_table, s * columns + column, page)
-        _drafts_of_row(
-            row, start, certain, window, history, length, table_drafts, max_drafts,
+        _write_drafts(
+            row, start, num_committed, window, history, length, table_drafts, max_drafts,
             load_int32(draft_limit, row), drafts + s * (window - 1) * 8,
         )  # fmt: skip
         for i in range(window):
@@ -155,19 +155,22 @@ def advance_rows(
         if emits:
             row_counts = counts + row * vocab * 4
             _commit(row_history, length, first, out, width, row_counts, num_emitted)
-        now = first + num_accepted
+        new_computed = first + num_accepted
+        folded = load_int32(table_folded, row)
         folded = _folded_after(
-            prompt, forced, seq_len, width, now, load_int32(table_folded, row), flush, state_grid
+            prompt, forced, seq_len, width, new_computed, folded, flush, state_grid
         )
-        store_int32(computed, row, now if row > 0 else 0)
+        store_int32(computed, row, new_computed if row > 0 else 0)
         store_int32(table_folded, row, folded if row > 0 else 0)
         for i in range(max_drafts):
             store_int(table_drafts, row * max_drafts + i, -1)
         store_int32(accepted, s, num_accepted)
-        line = results + s * (width + 4) * 8
+        row_results = results + s * (width + 4) * 8
         for i in range(width):
-            store_int(line, i, load_int(out, i))
-        store_int(line, width, num_accepted)
-        store_int(line, width + 1, drafted)
-        store_int(line, width + 2, mismatch)
-        store_int(line, width + 3, load_int(row_tokens, mismatch if mismatch >= 0 else width - 1))
+            store_int(row_results, i, load_int(out, i))
+        store_int(row_results, width, num_accepted)
+        store_int(row_results, width + 1, drafted)
+        store_int(row_results, width + 2, mismatch)
+        store_int(
+            row_results, width + 3, load_int(row_tokens, mismatch if mismatch >= 0 else width - 1)
+        )

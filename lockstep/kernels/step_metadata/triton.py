@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.step_metadata import RowTensors, StepTensors, advance_rows, prepare_step
-from lockstep.kernels.step_metadata.kernels import advance_kernel, prepare_kernel
+from lockstep.kernels.step_metadata.kernels import advance_rows_kernel, prepare_step_kernel
 
 BLOCK = 256
 """Tokens or page-table columns of a CTA of prepare_step."""
@@ -22,7 +22,7 @@ def prepare_step_triton(
     query_len: int,
     page_size: int,
 ) -> StepTensors:
-    """Launch prepare_kernel: see lockstep.kernels.step_metadata.prepare_step."""
+    """Launch prepare_step_kernel: see lockstep.kernels.step_metadata.prepare_step."""
     rows = row_ids.shape[0]
     columns = table.page_table.shape[1]
     window = query_len if query_lens is None else 1
@@ -51,18 +51,18 @@ def prepare_step_triton(
         ends=longs(rows),
     )
     width = max(query_len if query_lens is None else tokens, columns)
-    prepare_kernel[(rows, triton.cdiv(width, BLOCK))](
+    prepare_step_kernel[(rows, triton.cdiv(width, BLOCK))](
         row_ids=row_ids,
         query_lens=query_lens,
         sources=state_src,
         history=table.tokens,
-        forced_ends=table.forced_end,
+        forced_end=table.forced_end,
         computed=table.computed,
         table_folded=table.folded,
         table_drafts=table.drafts,
-        limits=table.draft_limit,
-        tables=table.page_table,
-        row_slots=table.state_slots,
+        draft_limit=table.draft_limit,
+        table_pages=table.page_table,
+        table_slots=table.state_slots,
         **vars(out),
         rows=rows,
         tokens=tokens,
@@ -91,12 +91,12 @@ def advance_rows_triton(
     prompt: bool,
     forced: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch advance_kernel: see step_metadata.advance_rows. tokens, drafts are contiguous."""
+    """Launch advance_rows_kernel: see step_metadata.advance_rows. tokens, drafts are contiguous."""
     rows, width = tokens.shape
     emitted = torch.empty_like(tokens)
     accepted = seq_lens.new_empty(rows)
     results = tokens.new_empty(rows, width + 4)
-    advance_kernel[(rows,)](
+    advance_rows_kernel[(rows,)](
         row_ids=row_ids,
         tokens=tokens,
         drafts=drafts,
@@ -105,8 +105,8 @@ def advance_rows_triton(
         prompt_len=table.prompt_len,
         forced_end=table.forced_end,
         computed=table.computed,
-        folded=table.folded,
-        next_drafts=table.drafts,
+        table_folded=table.folded,
+        table_drafts=table.drafts,
         counts=counts,
         emitted=emitted,
         accepted=accepted,
