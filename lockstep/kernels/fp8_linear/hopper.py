@@ -4,8 +4,8 @@
 A persistent CTA computes tiles of 128 outputs. It is warp-specialized: a producer warp copies
 blocks of 128 columns, codes of both operands, by TMA through a multistage pipeline. Two consumer
 warpgroups of 64 outputs each multiply a block by wgmma, release its stage, and add the block's sum
-in fp32, while the product of the next block runs. The producer copies the next tile's blocks while
-a tile is stored.
+in fp32, while the other one multiplies. The producer copies the next tile's blocks while a tile is
+stored.
 """
 
 from dataclasses import dataclass
@@ -54,6 +54,7 @@ CTA_ROWS = 2 * 64
 CODES_LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
 """128-byte swizzle of codes: wgmma reads a block, and TMA writes it, without bank conflicts."""
 SCALES_LAYOUT = gl.NVMMASharedLayout(0, 32, 1)
+"""Scales of a block [tokens] fp32 in a row."""
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
 """Registers per thread of the second consumer and of the producer; the first has the rest."""
