@@ -141,7 +141,7 @@ async def asked(running: Running, path: str, body: dict[str, Any]) -> AsyncItera
 
 def plain(stream: str) -> list[str]:
     """Return the lines of a stream without its ids and times."""
-    without_id = re.sub(r"(chatcmpl-|cmpl-|msg_|resp_|rs_|fc_|call_)[0-9a-f]{8,32}", r"\1", stream)
+    without_id = re.sub(r"(chatcmpl-|cmpl-|msg_|resp_|rs_|fc_|call_|toolu_)[0-9a-f]{8,32}", r"\1", stream)
     without_id = re.sub(r'"(id|call_id)":"call_[^"]*"', '"id":""', without_id)
     return re.sub(r'"(created|created_at|seed)":-?\d+', r'"\1":0', without_id).splitlines()
 
@@ -443,6 +443,26 @@ def test_stream_without_a_reader_ends_in_time(servers: Servers) -> None:
             gone = await http.get(f"{url}?starting_after=0")
             assert gone.status_code == 404
             assert "more than 0.1 s have passed without a reader" in gone.text
+
+    run(work())
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+def test_head_of_a_stream_reads_no_events(
+    servers: Servers, path: str, body: dict[str, Any]
+) -> None:
+    """A stream that runs is no reason for HEAD to wait, and HEAD is no reader of it."""
+
+    async def work() -> None:
+        running = servers.start(tokens=4)
+        async with asked(running, path, body) as answer_id, running.http() as http:
+            (stream,) = running.service.streams._streams.values()
+            num_readers = stream._num_readers
+            head = http.head(f"{path}/{answer_id}?stream=true&starting_after=0")
+            response = await asyncio.wait_for(head, 5)
+            assert (response.status_code, response.content) == (200, b"")
+            assert response.headers["content-type"].startswith("text/event-stream")
+            assert stream._num_readers == num_readers and running.service.num_active == 1
 
     run(work())
 
