@@ -494,16 +494,46 @@ def test_delete_ends_a_stream(servers: Servers) -> None:
     run(work())
 
 
-def test_streams_in_memory_do_not_wait_for_the_journal(servers: Servers) -> None:
-    """Reading a long answer of an earlier process again takes a while."""
+def test_slow_answer_of_the_journal_delays_no_other(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading a long answer of an earlier process takes seconds. It is read once."""
+    is_read = threading.Event()
+    reads: list[str] = []
+    read = Journal.read
+
+    def slow_read(journal: Journal, records: Any) -> Any:
+        saved = read(journal, records)
+        assert saved is not None
+        reads.append(saved.request.id)
+        if saved.request.id == slow_id:
+            assert is_read.wait(20)
+        return saved
 
     async def work() -> None:
-        running = servers.start(tokens=3)
-        async with asked(running, *BODIES[0]) as answer_id, running.http() as http:
-            async with running.service.streams._lock:
-                response = await http.delete(f"/v1/chat/completions/{answer_id}")
-            assert response.json() == {"id": answer_id, "deleted": True}
+        nonlocal slow_id
+        path, body = BODIES[2]
+        first = servers.start(servers.folder / "journal")
+        async with first.http() as http:
+            told = [
+                (await http.post(path, json={**body, "stream": True})).text for _ in range(2)
+            ]
+        slow_id, other_id = (re.findall(r"id: (\S+):0\n", text)[0] for text in told)
+        monkeypatch.setattr(Journal, "read", slow_read)
+        second = servers.start(servers.killed(first))
+        async with second.http() as http:
+            urls = [f"{path}/{one}?stream=true" for one in (slow_id, slow_id, other_id, "cmpl-1")]
+            slow = [asyncio.create_task(http.get(url)) for url in urls[:2]]
+            while not reads:
+                await asyncio.sleep(0.001)
+            assert (await asyncio.wait_for(http.get(urls[2]), 10)).text == told[1]
+            assert (await asyncio.wait_for(http.get(urls[3]), 10)).status_code == 404
+            is_read.set()
+            assert [response.text for response in await asyncio.gather(*slow)] == [told[0]] * 2
+        assert sorted(reads) == sorted([slow_id, other_id]), "two clients read it once"
+        assert not second.service.streams._locks
 
+    slow_id = ""
     run(work())
 
 
