@@ -63,9 +63,7 @@ class MessagesWriter(ResponseWriter):
         parallel_tool_calls: bool,
     ) -> None:
         super().__init__(active, body.ignored_fields())
-        self._parser = UpdateParser(
-            active, include_reasoning, parallel_tool_calls, CALL_PREFIX
-        )
+        self._parser = UpdateParser(active, include_reasoning, parallel_tool_calls, CALL_PREFIX)
         self._blocks = ContentBlocks()
         self._errors: tuple[str, ...] = ()
         self._end: MessageEnd = {"stop_reason": None, "stop_sequence": None}

@@ -141,7 +141,9 @@ async def asked(running: Running, path: str, body: dict[str, Any]) -> AsyncItera
 
 def plain(stream: str) -> list[str]:
     """Return the lines of a stream without its ids and times."""
-    without_id = re.sub(r"(chatcmpl-|cmpl-|msg_|resp_|rs_|fc_|call_|toolu_)[0-9a-f]{8,32}", r"\1", stream)
+    without_id = re.sub(
+        r"(chatcmpl-|cmpl-|msg_|resp_|rs_|fc_|call_|toolu_)[0-9a-f]{8,32}", r"\1", stream
+    )
     without_id = re.sub(r'"(id|call_id)":"call_[^"]*"', '"id":""', without_id)
     return re.sub(r'"(created|created_at|seed)":-?\d+', r'"\1":0', without_id).splitlines()
 
@@ -515,9 +517,7 @@ def test_slow_answer_of_the_journal_delays_no_other(
         path, body = BODIES[2]
         first = servers.start(servers.folder / "journal")
         async with first.http() as http:
-            told = [
-                (await http.post(path, json={**body, "stream": True})).text for _ in range(2)
-            ]
+            told = [(await http.post(path, json={**body, "stream": True})).text for _ in range(2)]
         slow_id, other_id = (re.findall(r"id: (\S+):0\n", text)[0] for text in told)
         monkeypatch.setattr(Journal, "read", slow_read)
         second = servers.start(servers.killed(first))
