@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -411,6 +412,25 @@ def test_shutdown_leaves_answers_open(servers: Servers) -> None:
 
     for path, body in BODIES[3:]:
         run(work(path, body))
+
+
+def test_deadline_outlives_the_process(servers: Servers) -> None:
+    async def work() -> None:
+        path, body = BODIES[0]
+        first = servers.start(servers.folder / "journal", tokens=4)
+        begun = time.time()
+        async with asked(first, path, {**body, "timeout": 1.0}) as answer_id:
+            (active,) = first.service._active
+            second = servers.start(servers.killed(first), tokens=4)
+            await second.service.streams.restore()
+            (resumed,) = second.service._active
+            assert active.deadline == resumed.deadline
+            async with second.http() as http:
+                rest = (await http.get(f"{path}/{answer_id}?stream=true")).text
+        assert "the request's time was up" in rest
+        assert 0.9 < time.time() - begun < 20
+
+    run(work())
 
 
 def test_engine_that_ends_leaves_answers_open(servers: Servers) -> None:
