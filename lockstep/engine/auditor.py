@@ -124,6 +124,7 @@ class Auditor:
         self._pending: deque[_Audit] = deque()
         self._pending_bytes = 0
         self._running: _Audit | None = None
+        self._is_stopped = False
         self.num_records = 0
 
     @property
@@ -183,6 +184,11 @@ class Auditor:
         self._pending_bytes = 0
         return self.drop()
 
+    def stop(self) -> Request | None:
+        """Drop all audits from now on; return the request of the running one, to be aborted."""
+        self._is_stopped = True
+        return self.drop_all()
+
     def take(self, updated: list[Request]) -> list[Request]:
         """Take the requests of a step: compare audits that ended, and queue chosen requests.
 
@@ -202,7 +208,10 @@ class Auditor:
         return [request for request in updated if not request.is_audit]
 
     def _queue(self, audit: _Audit) -> None:
-        """Queue an audit; drop the oldest ones past the limits."""
+        """Queue an audit; drop the oldest ones past the limits, and all after stop()."""
+        if self._is_stopped:
+            self.num_dropped += 1
+            return
         self._pending.append(audit)
         self._pending_bytes += audit.size
         while len(self._pending) > MAX_PENDING or self._pending_bytes > MAX_PENDING_BYTES:

@@ -527,11 +527,25 @@ async def lose_engines_in_audits(client: AsyncEngine, count: int) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_engines_lost_in_audits_are_restarted(tmp_path: Path, forked_processes: None) -> None:
-    """More of them than may end with nothing to do."""
+async def drop_an_audit(client: AsyncEngine) -> Stats:
+    """Send a request, and return the statistics that say that its audit will not run."""
+    dropped = client.stats().audits_dropped_total
+    assert await end(client.stream(make_request("last", 2))) == "length"
+    while client.stats().audits_dropped_total == dropped:
+        await asyncio.sleep(0.01)
+    return client.stats()
+
+
+def test_audits_that_end_engines_stop(
+    tmp_path: Path, forked_processes: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else every audited request would end an engine, for ever."""
     with audited_process(engine_factories.dies_in_audits, tmp_path / "model") as client:
-        engine_factories.run(lose_engines_in_audits(client, MAX_RESTARTS + 1))
-        assert client.is_alive
+        engine_factories.run(lose_engines_in_audits(client, MAX_RESTARTS))
+        stats = engine_factories.run(drop_an_audit(client))
+        assert (stats.restarts_total, stats.num_audits_pending) == (MAX_RESTARTS, 0)
+        assert client.is_alive and stats.audited_requests_total == 0
+    assert f"audit-request {MAX_RESTARTS - 1}" in caplog.text
 
 
 def test_interrupted_call_drops_its_audits() -> None:
