@@ -21,6 +21,7 @@ from lockstep import LLM
 from lockstep.check.random_adapters import write_random_adapter
 from lockstep.engine import auditor
 from lockstep.engine.async_engine import AsyncEngine, Stream
+from lockstep.engine.audit_record import MAX_RECORDS, records_in
 from lockstep.engine.auditor import is_audited
 from lockstep.engine.engine import MAX_FAILURES, Engine
 from lockstep.engine.engine_loop import Delivery, EngineLoop
@@ -137,6 +138,33 @@ def test_audit_finds_a_fault_and_writes_the_first(
         assert counts(restarted).num_audit_records == num_records
         assert str(path) in caplog.text
         path.unlink(missing_ok=True)
+
+
+def test_records_are_whole_and_bounded_over_all_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Replicas and engines that are restarted again and again share the folders."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(auditor, "gettempdir", lambda: str(tmp_path))
+    for number in range(MAX_RECORDS - 1):
+        (tmp_path / f"lockstep-audit-{number}.json").touch()
+    break_batches(monkeypatch)
+    rename = Path.rename
+    unfinished: list[list[Path]] = []
+
+    def watched(path: Path, target: Path) -> Path:
+        unfinished.append([one for one in records_in(tmp_path) if not one.name[15].isdigit()])
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", watched)
+    for num_written in (1, 0):
+        caplog.clear()
+        llm = make_engine(None, audit=1.0)
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert counts(llm).num_audit_records == len(list(tmp_path.iterdir())) == MAX_RECORDS
+        assert ("--replay " + str(tmp_path) in caplog.text) == bool(num_written)
+        assert (f"{MAX_RECORDS} files are there already" in caplog.text) == (not num_written)
+    assert unfinished == [[]]
 
 
 def test_unwritable_folder_is_replaced(
