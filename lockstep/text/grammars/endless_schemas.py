@@ -1,8 +1,8 @@
-"""Detection of recursive JSON schemas without a finite value, which an answer could never complete.
+"""Detection of recursive JSON schemas without a finite value.
 
-An object that requires a property of its own schema is one. Each schema has requirements, and each
-of them lists schemas of which one must have a finite value. A schema with all requirements met has
-a finite value. This is repeated until nothing changes, in a time linear in the schema's size.
+An example is an object that requires a property of its own schema: no answer could complete it.
+A requirement of a schema lists schemas of which at least one must have a finite value. A schema has
+a finite value if all of its requirements are met. The search takes a time linear in the schema.
 """
 
 from collections import defaultdict
@@ -162,24 +162,24 @@ def _properties(node: Json) -> Iterator[list[Any]]:
     """Yield the schemas of the properties that an object must have."""
     properties = node.get("properties")
     known = properties if isinstance(properties, dict) else {}
-    others = None if node.get("patternProperties") else node.get("additionalProperties")
+    additional = None if node.get("patternProperties") else node.get("additionalProperties")
     # A reference may lead to a part that is no schema, with names of any type.
     names = (name for name in _list(node.get("required")) if isinstance(name, str))
-    yield from ([known.get(name, others)] for name in names)
-    least = node.get("minProperties")
-    if isinstance(least, int) and least > 0 and not known:
-        yield [others]
+    yield from ([known.get(name, additional)] for name in names)
+    minimum = node.get("minProperties")
+    if isinstance(minimum, int) and minimum > 0 and not known:
+        yield [additional]
 
 
 def _items(node: Json) -> Iterator[list[Any]]:
     """Yield the schemas of the items that an array must have."""
-    least = node.get("minItems")
-    if not isinstance(least, int) or least < 1:
+    minimum = node.get("minItems")
+    if not isinstance(minimum, int) or minimum < 1:
         return
     items = node.get("items")
     first = _list(items) or _list(node.get("prefixItems"))
-    yield from ([part] for part in first[:least])
-    if least > len(first):
+    yield from ([part] for part in first[:minimum])
+    if minimum > len(first):
         yield [node.get("additionalItems") if isinstance(items, list) else items]
 
 
