@@ -1,4 +1,4 @@
-"""Detection of recursive JSON schemas without a finite value.
+"""Checks of recursive JSON schemas that no finite value matches.
 
 An example is an object that requires a property of its own schema: no answer could complete it.
 A requirement of a schema lists schemas of which at least one must have a finite value. A schema has
