@@ -48,23 +48,24 @@ class Count:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """The number, with what stands around it."""
+        """Pattern of the number, with the text around it."""
         return re.compile(rf"({self.before})([\d,]+)({self.after})")
 
 
 QUICK = answers("`lockstep check --quick`", "CPU")
 QUICK_ON_GPU = answers("`lockstep check --quick`", "H200")
-LONG = "; the long prompt of 1,300 tokens"
-DEFAULT = answers(f"`lockstep check --shard 1/2` and `2/2`{LONG}", "CPU")
+DEFAULT = answers("`lockstep check --shard 1/2` and `2/2`, scenarios with twins", "CPU")
 FULL = answers("`lockstep check --full --shard 1/8` to `8/8`, 3 graph modes", "H200")
 COUNTS = (
     Count("README.md", "lockstep check --quick, ", " cases", QUICK),
-    Count("README.md", r"`lockstep check`, in two shares \| ", " of", DEFAULT),
+    Count("README.md", r"`lockstep check`, in two shards \| all ", " cases", DEFAULT),
+    Count("README.md", "On a CPU `lockstep check --quick` compares ", " answers", QUICK),
     Count("README.md", r"`lockstep check --quick` \| ", " of", QUICK_ON_GPU),
     Count("README.md", r"`lockstep check --full`, 3 graph modes \| ", " of", FULL),
     Count("docs/images/terminal.svg", "lockstep check --quick: ", " cases", QUICK),
     Count("docs/images/terminal.svg", ">", " cases, all equal", QUICK),
     Count("docs/conformance.md", "There are ", " faults", faults),
+    Count("docs/conformance.md", "All of its ", " cases were", DEFAULT),
 )
 
 
@@ -72,9 +73,9 @@ def stale() -> Iterator[tuple[str, str, str]]:
     """Yield (page and place, what it says, what is right) of each wrong or missing count."""
     for count in COUNTS:
         match = count.pattern.search((ROOT / count.page).read_text())
-        said = match[2] if match else "nothing"
-        if said != count.read():
-            yield f"{count.page}: {count.before}", said, count.read()
+        actual = match[2] if match else "nothing"
+        if actual != count.read():
+            yield f"{count.page}: {count.before}", actual, count.read()
 
 
 def main() -> None:

@@ -98,8 +98,8 @@ def summary_table(results: Results) -> Iterator[str]:
         for command in COMMANDS:
             tried = [of_fault[command] for of_fault in of_faults if command in of_fault]
             cells.append(f"{sum(bool(result['case']) for result in tried)} of {len(tried)}")
-        found = sum(any(result["case"] for result in one.values()) for one in of_faults)
-        cells.append(f"{found} of {len(of_faults)}")
+        num_found = sum(any(result["case"] for result in one.values()) for one in of_faults)
+        cells.append(f"{num_found} of {len(of_faults)}")
         yield f"| `{group}` | {len(faults)} | {' | '.join(cells)} |"
 
 
@@ -110,8 +110,8 @@ def tables(name: str) -> dict[str, list[str]]:
         runs = ["", f"Runs: {'; '.join(read_runs()) or 'none yet'}."]
         failures = list(fault_table(FAILURES, results))
         return {"summary": [*summary_table(results), *runs], FAILURES: failures}
-    others = [group for group in groups() if group not in (KNOWN, FAILURES)]
-    sections = [(f"### `{group}`", "", *fault_table(group, results), "") for group in others]
+    other_groups = [group for group in groups() if group not in (KNOWN, FAILURES)]
+    sections = [(f"### `{group}`", "", *fault_table(group, results), "") for group in other_groups]
     return {"groups": [line for section in sections for line in section]}
 
 

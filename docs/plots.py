@@ -46,13 +46,13 @@ class Pair:
 
 
 def section(text: str) -> str:
-    """The part of the log under the heading that holds SECTION."""
+    """Return the part of the log under the heading with SECTION."""
     parts = [part for part in text.split("\n## ") if SECTION in part.splitlines()[0]]
     return parts[0]
 
 
 def speed(rows: int, ms: str) -> Speed:
-    """tokens/s of steps of so many ms, one token a row; "13.71 to 14.82" is a range."""
+    """Return tokens/s of steps of these ms, one token a row; "13.71 to 14.82" is a range."""
     ends = sorted(rows / float(end) * 1000 for end in ms.split(" to "))
     return Speed(ends[0], ends[-1])
 
@@ -71,7 +71,7 @@ def pairs(results: str) -> list[Pair]:
     """Every pair for which the log has both engines, in the order of its table."""
     text = section(results)
     known = drafted(text)
-    found = []
+    pairs_by_rows = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if not line.startswith("| Qwen") or not cells[VLLM_COLUMN]:
@@ -83,18 +83,18 @@ def pairs(results: str) -> list[Pair]:
         theirs = speed(rows, cells[VLLM_COLUMN])
         if drafts:
             ours, theirs = known[rows]
-        found.append(Pair(model, cells[1], drafts, rows, ours, theirs))
-    return found
+        pairs_by_rows.append(Pair(model, cells[1], drafts, rows, ours, theirs))
+    return pairs_by_rows
 
 
 def name(pair: Pair) -> str:
-    """What stands under its bars."""
+    """The label under its bars."""
     drafts = f"MTP, K={pair.drafts}" if pair.drafts else "no drafts"
     return f"{pair.model}, {drafts}\ncontext {pair.context}"
 
 
-def draw(found: list[Pair], path: Path) -> None:
-    """One panel for each number of rows, with its own axis from 0."""
+def draw(pairs_by_rows: list[Pair], path: Path) -> None:
+    """Draw one panel for each number of rows, each with an axis from 0."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -103,17 +103,17 @@ def draw(found: list[Pair], path: Path) -> None:
     )
     from matplotlib import pyplot
 
-    rows = sorted({pair.rows for pair in found})
+    rows = sorted({pair.rows for pair in pairs_by_rows})
     figure, panels = pyplot.subplots(
         len(rows), 1, figsize=(7.8, 6.8), layout="constrained", facecolor="#fcfcfa"
     )
     for panel, count in zip(panels, rows, strict=True):
-        shown = [pair for pair in found if pair.rows == count]
+        shown = [pair for pair in pairs_by_rows if pair.rows == count]
         for side, engine in ((-0.2, "Lockstep"), (0.2, "vLLM 0.20.2")):
             speeds = [pair.ours if engine == "Lockstep" else pair.theirs for pair in shown]
-            places = [place + side for place in range(len(shown))]
+            positions = [position + side for position in range(len(shown))]
             bars = panel.barh(
-                places,
+                positions,
                 [s.low for s in speeds],
                 height=0.38,
                 color=COLORS[engine],

@@ -28,8 +28,8 @@ def served() -> Iterator[str]:
     running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert running.stdout is not None
-        said = next(line for line in running.stdout if line.startswith("Ready: "))
-        url = said.split(" at ")[1].split("/v1")[0]
+        ready_line = next(line for line in running.stdout if line.startswith("Ready: "))
+        url = ready_line.split(" at ")[1].split("/v1")[0]
         urllib.request.urlopen(f"{url}/health").read()
         yield url
     finally:
@@ -38,7 +38,7 @@ def served() -> Iterator[str]:
 
 
 def draw(browser: Browser, url: str, scheme: str, path: Path) -> None:
-    """One picture of a comparison."""
+    """Take one picture of a comparison."""
     page = browser.new_page(viewport=SIZE, color_scheme=scheme)  # type: ignore[arg-type]
     page.goto(url)
     page.get_by_label("Compare without speculation").check()

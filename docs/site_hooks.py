@@ -1,7 +1,8 @@
 """mkdocs hooks: files of the repository that a page links to become pages of the site.
 
-On a code host `../lockstep/worker/program.py` is a file beside docs/. A site holds docs/ alone, so
-the file is shown at source/lockstep/worker/program.py.html: Markdown as it is, all else as code.
+On a code host `../lockstep/worker/program.py` is a file next to docs/. A site contains docs/
+only, so the file is shown at source/lockstep/worker/program.py.html: Markdown as it is, all else
+as code.
 """
 
 import re
@@ -31,7 +32,7 @@ def linked(src_uri: str, target: str) -> str | None:
 
 
 def place(path: str) -> str:
-    """Where a file of the repository stands in the site."""
+    """Return the path of a file of the repository in the site."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return f"source/{path}" if path.endswith(".md") else f"source/{path}.md"

@@ -179,7 +179,7 @@ class LLM:
         lora_request: str | Sequence[str] | None = None,
         on_progress: Callable[[RequestOutput], None] | None = None,
         use_tqdm: bool = True,
-        **others: Any,
+        **other_keywords: Any,
     ) -> list[RequestOutput]:
         """Answer prompts (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}).
 
@@ -194,7 +194,7 @@ class LLM:
         ComputeError where the engine fails again and again while it runs a request,
         EngineDeadError where the engine has ended.
         """
-        check_keywords(others, GENERATE, CALL)
+        check_keywords(other_keywords, GENERATE, CALL)
         prompt_list = _as_list(prompts)
         params = self._params(sampling_params, len(prompt_list), self.get_default_sampling_params)
         return self._answer(
@@ -212,7 +212,7 @@ class LLM:
         lora_request: str | Sequence[str] | None = None,
         on_progress: Callable[[RequestOutput], None] | None = None,
         use_tqdm: bool = True,
-        **others: Any,
+        **other_keywords: Any,
     ) -> list[ScoreOutput]:
         """Return the log-probabilities of given answers, bit for bit those of their generation.
 
@@ -224,7 +224,7 @@ class LLM:
 
         Raises what generate() does.
         """
-        check_keywords(others, SCORE, CALL)
+        check_keywords(other_keywords, SCORE, CALL)
         answers_ids = [answer_ids(self.processor, answer) for answer in answer_list(answers)]
         prompt_list = _as_list(prompts)
         if len(prompt_list) == 1:
@@ -306,7 +306,7 @@ class LLM:
         lora_request: str | Sequence[str] | None = None,
         on_progress: Callable[[RequestOutput], None] | None = None,
         use_tqdm: bool = True,
-        **others: Any,
+        **other_keywords: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or conversations, rendered with the checkpoint's chat template.
 
@@ -316,7 +316,7 @@ class LLM:
         sampling_params an answer may fill the context, as over HTTP. lora_request: as in
         generate(). Raises what generate() does.
         """
-        check_keywords(others, CHAT_PARAMETERS, CHAT)
+        check_keywords(other_keywords, CHAT_PARAMETERS, CHAT)
         prompt_list = isinstance(messages, list) and messages and isinstance(messages[0], list)
         conversations: list[Any] = list(messages) if prompt_list else [messages]
         variables = self._variables(

@@ -192,7 +192,7 @@ class SamplingParams:
     logprobs: N: the chosen token and the N most likely ones at every generated position, of the raw
     logits. prompt_logprobs: the same for the prompt.
     structured_outputs: format of the answer; a dict of its fields is accepted.
-    truncate_prompt_tokens: N: keep the last N tokens of the prompt; -1: as many as max_tokens
+    truncate_prompt_tokens: N: keep the last N tokens of the prompt; -1: the most that max_tokens
     allows.
     thinking_token_budget: N: at most N reasoning tokens before the closing tag; -1: unlimited.
     forced_token_ids: tokens with which the answer begins. They are computed as generated tokens

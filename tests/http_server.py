@@ -15,7 +15,7 @@ class QuietHandler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """Server whose queue of connections holds those of many clients at once."""
+    """Server whose queue of connections has room for many clients at once."""
 
     request_queue_size = 128
 

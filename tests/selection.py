@@ -9,7 +9,7 @@ import pytest
 def some_slow(values: Iterable[Any], default: Collection[Any]) -> list[Any]:
     """Return values as parameters. Those that are not in `default` are marked slow.
 
-    A tuple holds the values of several parameters.
+    A tuple has the values of several parameters.
     """
     values = list(values)
     assert all(value in values for value in default), "a default value is not among the values"

@@ -91,8 +91,8 @@ def test_ray_has_a_worker_and_a_gpu_for_each_replica() -> None:
 def test_the_server_shares_the_session_of_the_head() -> None:
     shared = {mount["mountPath"]: mount["name"] for mount in RAY_HEAD["volumeMounts"]}
     assert {"/tmp/ray", "/dev/shm"} <= set(shared)
-    own = {mount["mountPath"]: mount["name"] for mount in SERVER["volumeMounts"]}
-    assert shared.items() <= own.items()
+    mounts = {mount["mountPath"]: mount["name"] for mount in SERVER["volumeMounts"]}
+    assert shared.items() <= mounts.items()
 
 
 def test_the_service_finds_the_head() -> None:

@@ -1,4 +1,4 @@
-"""Several servers behind llm-d's router: patches apply, fields are valid, both sides agree.
+"""Tests of the files for llm-d's router: patches apply, fields are valid, both sides agree.
 
 No cluster, kustomize or Helm runs here. The patches of the overlay are applied by the rules of
 JSON Patch, and the result is validated by Kubernetes' own schemas.

@@ -313,11 +313,11 @@ def test_results_of_faults_are_merged(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(faults, "RESULTS", tmp_path / "faults.json")
     faults.RESULTS.write_text('{"runs": [], "faults": {}}')
     run = {"date": "2026-11-29", "machine": "16 cores", "torch": "2.11.0", "seed": 0}
-    found = {"case": "scenario 3", "what": "tokens", "seconds": 7.6, "ran": True}
+    detected = {"case": "scenario 3", "what": "tokens", "seconds": 7.6, "ran": True}
     missed = {"case": "", "what": "", "seconds": 90.2, "ran": True}
     not_run = {"case": "", "what": "it needs a GPU", "seconds": 0.0, "ran": False}
     (fault, *_) = faults.groups()[faults.FAILURES]
-    for part, commands in enumerate(({"quick": missed, "doctor": not_run}, {"default": found})):
+    for part, commands in enumerate(({"quick": missed, "doctor": not_run}, {"default": detected})):
         entry = {"name": fault.name, "commands": commands}
         (tmp_path / f"{part}.json").write_text(json.dumps(run | {"faults": [entry]}))
     faults.merge([tmp_path / "0.json", tmp_path / "1.json"])

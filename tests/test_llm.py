@@ -313,7 +313,7 @@ def test_chat_outputs_are_parsed_as_over_http(llm: LLM) -> None:
 
 
 def test_tokenizer_renders_chats(llm: LLM) -> None:
-    """Its ids are those of chat(); its text as a prompt gives the same answer."""
+    """The rendered ids are those of chat(); the text as a prompt gives the same answer."""
     tokenizer = llm.get_tokenizer()
     text = tokenizer.apply_chat_template(
         QUESTION, TOOLS, tokenize=False, add_generation_prompt=True

@@ -86,15 +86,15 @@ def test_score_equals_generation_with_quantized_kv(model: str, kv_format: str) -
 def test_mismatch_compares_with_the_sampling_parameters(llm: LLM) -> None:
     (output,) = llm.generate(TEXT, PARAMS[1])
     ids = output.outputs[0].token_ids
-    (own,) = llm.score(TEXT, ids, PARAMS[1])
+    (score,) = llm.score(TEXT, ids, PARAMS[1])
     (greedy,) = llm.score(TEXT, ids)
-    assert own.forced_mismatch is None
+    assert score.forced_mismatch is None
     assert greedy.forced_mismatch is not None
-    assert own.token_logprobs == greedy.token_logprobs
+    assert score.token_logprobs == greedy.token_logprobs
     changed = [*ids[:5], (ids[5] + 1) % llm.engine.vocab_size, *ids[6:]]
     (other,) = llm.score(TEXT, changed, PARAMS[1])
     assert other.forced_mismatch == ForcedMismatch(5, changed[5], ids[5])
-    assert other.token_logprobs[:5] == own.token_logprobs[:5]
+    assert other.token_logprobs[:5] == score.token_logprobs[:5]
     assert len(other.logprobs) == len(ids)
 
 

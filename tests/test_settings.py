@@ -85,7 +85,7 @@ def test_memory_settings_accept_sizes() -> None:
 
 
 def test_path_errors_distinguish_missing_and_forbidden(unprivileged: Path) -> None:
-    """One reason each: Permission denied, a folder, a file in the path, not found."""
+    """Each error names its reason: Permission denied, a folder, a file in the path, not found."""
     file = unprivileged / "secret"
     file.write_text("x")
     file.chmod(0)

@@ -20,7 +20,7 @@ SECONDS = 60.0
 
 
 class ThreadGroup(RankGroup):
-    """One rank of a group of threads. parts: each rank's tensor of the present exchange."""
+    """Rank of a group of threads. parts: each rank's tensor of the present exchange."""
 
     def __init__(self, index: int, parts: list[Any], barrier: threading.Barrier) -> None:
         self.index = index
@@ -33,9 +33,9 @@ class ThreadGroup(RankGroup):
         self.parts[self.index] = local
         self.barrier.wait(SECONDS)
         assert len({part.shape for part in self.parts}) == 1, "ranks exchange equal shapes"
-        whole = torch.stack(list(self.parts))
+        stacked = torch.stack(list(self.parts))
         self.barrier.wait(SECONDS)
-        return whole
+        return stacked
 
     def close(self) -> None:
         """End exchanges that wait."""
@@ -49,11 +49,11 @@ class ThreadRanks:
         size = config.tensor_parallel_size
         self.barrier = threading.Barrier(size)
         parts: list[Any] = [None] * size
-        self.group, *others = (ThreadGroup(i, parts, self.barrier) for i in range(size))
-        self.inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in others]
-        self.reports: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in others]
+        self.group, *rest = (ThreadGroup(i, parts, self.barrier) for i in range(size))
+        self.inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in rest]
+        self.reports: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in rest]
         self.errors: list[BaseException] = []
-        for group, inbox, reports in zip(others, self.inboxes, self.reports, strict=True):
+        for group, inbox, reports in zip(rest, self.inboxes, self.reports, strict=True):
             loop = RankLoop(inbox.get, reports.put)
             arguments = (loop, config, hooks, group)
             threading.Thread(target=self._run, args=arguments, daemon=True).start()

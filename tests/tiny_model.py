@@ -241,7 +241,7 @@ NEMOTRON_H = {
 THREE_LAYERS: dict[str, object] = {"num_hidden_layers": 3, "full_attention_interval": 3}
 """Changes of a hybrid to two recurrent layers and one of attention, for tests of many steps."""
 TWO_LAYERS: dict[str, object] = {"num_hidden_layers": 2, "full_attention_interval": 2}
-"""One recurrent layer and one of attention, for tests of other parts."""
+"""Changes of a hybrid to one recurrent layer and one of attention, for tests of other parts."""
 
 
 def make_model(folder: Path, base: dict[str, object] = CONFIG, **changes: object) -> Path:

@@ -42,7 +42,7 @@ def doctor(
 ) -> None:
     """Examine every kernel that a model needs on this machine, and the system.
 
-    Each kernel runs in a process of its own, with asynchronous and with blocking launches: against
+    Each kernel runs in a separate process, with asynchronous and with blocking launches: against
     its reference, in other batches, repeatedly, between guarded memory, from a captured graph and
     under the load of a second stream. A crash or a hang ends that process alone. Results are kept
     for this device, driver, Triton and release: servers then replace a sick backend by a healthy

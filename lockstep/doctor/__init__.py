@@ -1,1 +1,1 @@
-"""Examination of a machine: its kernels, each in a process of its own, and its system."""
+"""Examination of a machine: its kernels, each in a separate process, and its system."""

@@ -360,7 +360,7 @@ class Engine:
             self.scheduler.cache.check()
             self.executor.probe()
         except Exception as error:
-            # Other errors may tell clients what only the operator should read.
+            # Other errors may contain what only the operator should read.
             cause = f": {error}" if isinstance(error, LockstepError) else ""
             raise EngineDeadError(
                 f"a step failed, and so did an empty one after it{cause}"

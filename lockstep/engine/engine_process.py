@@ -137,7 +137,7 @@ class _Host:
         """Execute commands; the server sends none before Ready.
 
         Ends the process at once when the server is gone, or a command cannot be executed: an engine
-        that takes no commands would serve nobody.
+        that takes no commands would serve no request.
         """
         while True:
             try:

@@ -14,7 +14,7 @@ MANY = Form.MANY
 
 OWN_REPLICAS = "one server routes to all replicas (--replicas); leave it out."
 NO_MEDIA = "only text is read and written, so the flag has no effect"
-ALL_ADAPTERS = "--lora-modules holds each of its adapters from the start, at any rank up to 512"
+ALL_ADAPTERS = "--lora-modules loads each of its adapters at the start, at any rank up to 512"
 NO_OFFLOAD = "the whole model is on the GPU; quantize it (--quantization), or leave it out."
 NO_POOLING = "models generate text here; leave it out."
 NO_PLUGINS = "code is not loaded by name; leave it out."
@@ -333,7 +333,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             SWITCH,
             same=(True,),
         ),
-        noted("block-size", "a page holds 64 tokens", NUMBER, same=(64,)),
+        noted("block-size", "a page has 64 tokens", NUMBER, same=(64,)),
         noted("mamba-block-size", "snapshots lie on the grid of 64 tokens", NUMBER, same=(64,)),
         refused(
             "mamba-cache-dtype",
@@ -501,7 +501,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             short=("-ep",),
             same=(False,),
         ),
-        noted("enable-ep-weight-filter", "a GPU reads the weights that it holds", SWITCH),
+        noted("enable-ep-weight-filter", "a GPU reads the weights that it stores", SWITCH),
         noted("all2all-backend", "rows are not sent from GPU to GPU"),
         noted("enable-dbo", "batches are not cut in two", SWITCH, same=(False,)),
         noted("ubatch-size", "batches are not cut in two", NUMBER, same=(0,)),

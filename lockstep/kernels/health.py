@@ -1,7 +1,7 @@
 """Results of doctor on disk, one file per device, driver, Triton, torch and release.
 
-A file holds for exactly the software and hardware that it was made with; anything else has another
-name, so a driver or Triton update asks for a new examination.
+A file is valid only for the software and hardware on which it was written. Any other combination
+has another name, so an update of the driver or of Triton requires a new examination.
 """
 
 import json

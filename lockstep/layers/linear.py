@@ -187,10 +187,12 @@ class Gemm(Weight):
         super().__init__(build, k, row_groups, existing)
         n = self.shape[0]
         quantized = self.quantized is not None
-        self.split_k = choose_split_k(total or n, k, build.device, quantized, build.dtype)
+        self.product = build.product_of(self.quantized)
+        # Its kernels add up two partitions at most in registers.
+        by_four = quantized and self.product is not fp8_linear
+        self.split_k = choose_split_k(total or n, k, build.device, by_four, build.dtype)
         self.allow_partials = allow_partials
         kind = type(self.quantized).__name__ if quantized else ""
-        self.product = build.product_of(self.quantized)
         self.linear = build.linear_op(self.product, n=n, k=k, quantized=kind)
         choice = build.choices[-1]
         prepacks = build.device == "cpu" and build.exact
@@ -676,7 +678,7 @@ def probe(
         weights = [gemm.weight for gemm in same if gemm.weight is not None]
         probed.probe(rows, weights, same[0].split_k, same[0].allow_partials)
         if not isinstance(same[0], Head):
-            # A call of its own: where memory is too small for it, the other counts stay probed.
+            # A separate call: if memory is too small for it, the other counts stay probed.
             probed.probe((prompt_tokens,), weights, same[0].split_k, same[0].allow_partials)
         served = ", ".join(str(count) for count, why in probed.verdicts.items() if why is None)
         refused = [f"at {count} rows {why}" for count, why in probed.verdicts.items() if why]

@@ -223,10 +223,10 @@ class QuantizedShard:
 
     def fill_dummy(self, weight: QuantizedWeight, generator: torch.Generator) -> None:
         """Fill the rank's weight with its columns of a whole random weight."""
-        whole = self.layout.empty(self.total, weight.k, weight.device)
-        whole.fill_dummy(generator)
+        full_weight = self.layout.empty(self.total, weight.k, weight.device)
+        full_weight.fill_dummy(generator)
         ids = [torch.arange(*columns, device=weight.device) for columns in self.ranges]
-        weight.copy_rows(whole, torch.cat(ids))
+        weight.copy_rows(full_weight, torch.cat(ids))
 
 
 @dataclass(frozen=True)

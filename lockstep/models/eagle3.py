@@ -476,9 +476,9 @@ class Eagle3Head(nn.Module):
             )
         shard = self.logit_shard
         rows = partial(_rows, order=order[shard.begin : shard.begin + shard.width])
-        # The rank's rows may lie anywhere in the file, so it reads all of them.
-        whole = ((0, shard.total),)
-        return WeightSink.copy_into(weight, rows, ranges=whole, total_rows=shard.total)
+        # The rank's rows may be anywhere in the file, so it reads all of them.
+        all_rows = ((0, shard.total),)
+        return WeightSink.copy_into(weight, rows, ranges=all_rows, total_rows=shard.total)
 
     def source(self) -> Source:
         """Return the tensors of the head's checkpoint; d2t and t2d are read at build time."""

@@ -29,7 +29,7 @@ class Session:
 
     nonce: text that is new in every run, so that no earlier run's prompts are cached. minutes:
     duration of the section Drift, 0 for none. max_context: tokens of the longest prompt that the
-    user allows, None for no limit. max_model_len: context length in tokens, if the server tells it.
+    user allows, None for no limit. max_model_len: context length in tokens, if the server names it.
     has_logprobs: whether answers may be asked for with log-probabilities. greedy_answers: by
     prompt, for a comparison of two servers. stopped: part of the budget that ended a list of
     requests early.

@@ -1,1 +1,1 @@
-"""Replicas: several engines behind one client, with routing by prefix and migration of answers."""
+"""Replicas: several engines of one client, with routing by prefix and migration of answers."""

@@ -114,7 +114,7 @@ class PrefixRequestRouter(RequestRouter):
 
 
 class EngineReplica:
-    """Replica of the application: an engine in a process of its own. See ReplicaHost."""
+    """Replica of the application: an engine in a separate process. See ReplicaHost."""
 
     def __init__(self, make: MakeEngine, step_seconds: float) -> None:
         transport = ProcessTransport(make, step_seconds)

@@ -24,7 +24,7 @@ from lockstep.worker.capture_checks import describe_fault
 from lockstep.worker.program import Program
 
 ALIGNED_ADDRESS = 4096
-"""Address of every tensor: the allocator's are multiples of 512, and kernels ask for 16."""
+"""Address of every storage: the allocator's are multiples of 512, and kernels ask for 16."""
 BLOCK_BYTES = 512
 """torch's CUDA allocator rounds every block up to a multiple of it."""
 
@@ -79,7 +79,9 @@ class _WithoutDevice(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is Tensor.data_ptr:
-            return ALIGNED_ADDRESS
+            # Kernels are specialized on alignment, and views may begin anywhere.
+            (x,) = args
+            return ALIGNED_ADDRESS + x.storage_offset() * x.element_size()
         if func is Tensor.__getitem__:  # the original sets the current GPU, which may not be there
             return _indexed(*args)
         return func(*args, **(kwargs or {}))

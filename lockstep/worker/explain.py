@@ -39,9 +39,9 @@ from lockstep.worker.memory_planner import shortage_reason
 
 SHARED_NOTE = (
     "shared memory by kernel is not computed here: compiling them takes minutes; "
-    "tests/kernels/architectures.py holds every tile to the architecture's"
+    "tests/kernels/architectures.py compares every tile with the architecture's"
 )
-PROBE_NOTE = "cuBLAS may serve some linears: only a probe on the GPU itself says where"
+PROBE_NOTE = "cuBLAS may run some linears: only a probe on the GPU decides which"
 STEP_NOTE = (
     "steps were run dry, the overhead is an estimate; an engine measures both before it takes pages"
 )
@@ -184,7 +184,7 @@ def _tiled(
     from lockstep.kernels.attention import KV_SPLIT
     from lockstep.kernels.attention.triton import choose_partition
     from lockstep.kernels.compile_target import CompileTarget
-    from lockstep.kernels.fp8_linear.triton import choose_tile as fp8_tile
+    from lockstep.kernels.fp8_linear.hopper import tile_of as fp8_tile
     from lockstep.kernels.linear.quantized import tile_of as quantized_tile
     from lockstep.kernels.linear.quantized_tuning import DEQUANTIZE_FIRST
     from lockstep.kernels.linear.tuning import lookup
@@ -198,7 +198,7 @@ def _tiled(
 
         def linear_tile(tokens: int) -> Any:
             if module.product is fp8_linear:
-                return fp8_tile(tokens, module.split_k, may_split=True, target=gpu)
+                return fp8_tile(tokens, weight, module.split_k, may_split=True, target=gpu)
             tile = DEQUANTIZE_FIRST
             if isinstance(weight, QuantizedWeight):
                 tile = quantized_tile(tokens, weight, module.split_k, dtype, gpu)

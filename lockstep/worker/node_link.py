@@ -94,10 +94,10 @@ class Link:
         connected.setblocking(True)
         # A schedule must not wait until the answer to the frame before it has arrived.
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # The kernel's limits: Connection has none of its own, and no thread may wait forever.
+        # The kernel's limits: Connection has none itself, and no thread may wait forever.
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(STALL_SECONDS))
         self.limit_receive(HELLO_SECONDS)
-        # A descriptor of its own: shutdown() of the socket still ends both.
+        # A separate descriptor: shutdown() of the socket still ends both.
         self.connection = Connection(socket.dup(connected.fileno()))
 
     @property
@@ -370,7 +370,7 @@ def _try_to_join(config: EngineConfig) -> tuple[Link, Welcome]:
     connected = socket.create_connection(address, HELLO_SECONDS)
     link = Link(connected, MAX_MESSAGE_BYTES)
     try:
-        # On one host, a port of its own range may connect to itself while nobody listens.
+        # On one host, an ephemeral port may connect to itself while no process listens.
         if connected.getsockname() == connected.getpeername():
             raise OSError("nobody listens")
         link.connection.send_bytes(json.dumps(asdict(Hello.of(config))).encode())

@@ -12,7 +12,7 @@ real texts choose less evenly, and tokens of one row more alike.
 Not counted: activations, LoRA adapters (rows of the base model read none), and FLOPs other than
 products with a weight (attention's: 3 % at a prompt of 8,192 tokens).
 
-A tensor-parallel rank has the costs of its own slices, and its exchanges with the other ranks,
+A tensor-parallel rank has the costs of its slices, and its exchanges with the other ranks,
 which are added to the time: a layer waits for them.
 """
 

@@ -63,14 +63,14 @@ def test_floor_with_a_run(model: str) -> None:
 
 
 def test_floor_alone_of_a_rank(model: str) -> None:
-    whole, rank = (
+    one_rank, rank = (
         last_line(run("--floor", model, *SMALL, "--json", "--tensor-parallel-size", size))
         for size in ("1", "2")
     )
-    assert (whole["exchanges"], whole["exchanged_bytes"]) == (0, 0)
+    assert (one_rank["exchanges"], one_rank["exchanged_bytes"]) == (0, 0)
     assert rank["tensor_parallel_size"] == 2 and rank["exchanges"] > 8
     # A vocabulary this small is whole on both ranks.
-    assert rank["bytes"] < 0.8 * whole["bytes"]
+    assert rank["bytes"] < 0.8 * one_rank["bytes"]
 
 
 def test_a_run_on_two_ranks_shows_the_times_of_both(

@@ -187,7 +187,7 @@ def test_known_floors_of_a_mixture(tmp_path: Path) -> None:
 
 
 def test_expected_number_of_read_experts(tmp_path: Path) -> None:
-    """One token reads 3 of 6 experts, four tokens read 5.6; each token computes with 3."""
+    """Tokens read 3 of 6 experts if there is one, and 5.6 if there are four; each uses 3."""
     assert [distinct_experts(6, 3, tokens) for tokens in (0, 1, 2, 4)] == [0, 3, 4.5, 5.625]
     assert distinct_experts(256, 8, 100000) == pytest.approx(256)
     folder = make_model(tmp_path / "tiny", HYBRID_MOE, vocab_size=1000)

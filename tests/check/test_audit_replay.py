@@ -150,12 +150,12 @@ def test_full_disk_leaves_no_half_record(tmp_path: Path, monkeypatch: pytest.Mon
 def test_malformed_files_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "audit.json"
     answer = {"tokens": [1], "logprobs": [], "ending": ["stop", None], "prompt_logprobs": []}
-    whole = AuditRecord({}, "", "a", [1], {}, [], 0, "", 0, None, answer, answer, "what")
-    data: dict[str, Any] = {"version": 1, "audit": vars(whole)}
+    record = AuditRecord({}, "", "a", [1], {}, [], 0, "", 0, None, answer, answer, "what")
+    data: dict[str, Any] = {"version": 1, "audit": vars(record)}
     path.write_text(json.dumps(data))
-    assert read_replay(path) == whole
+    assert read_replay(path) == record
     if "audit" in change:
-        change = {"audit": {**vars(whole), **change["audit"]} if change["audit"] else {}}
+        change = {"audit": {**vars(record), **change["audit"]} if change["audit"] else {}}
     path.write_text(json.dumps({**data, **change}))
     with pytest.raises(ConfigError, match=message):
         read_replay(path)

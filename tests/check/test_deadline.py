@@ -24,17 +24,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_unused_time_flows_on(clock: Clock) -> None:
-    whole = Deadline.after(60.0)
-    first = whole.share(1, 6)
+    deadline = Deadline.after(60.0)
+    first = deadline.share(1, 6)
     assert first.seconds_left == pytest.approx(10.0)
     clock.now += 4.0
     assert not first.passed
-    second = whole.share(2, 5)
+    second = deadline.share(2, 5)
     assert second.seconds_left == pytest.approx(2 / 5 * 56.0), "the first part left 6 seconds"
     clock.now += 30.0
-    assert second.passed and whole.share(3, 3).seconds_left == pytest.approx(26.0)
+    assert second.passed and deadline.share(3, 3).seconds_left == pytest.approx(26.0)
     clock.now += 100.0
-    assert whole.passed and whole.seconds_left == 0.0 and whole.share(1, 2).passed
+    assert deadline.passed and deadline.seconds_left == 0.0 and deadline.share(1, 2).passed
 
 
 def test_no_limit_never_passes(clock: Clock) -> None:

@@ -121,7 +121,7 @@ def test_ctrl_c_while_a_model_loads(arguments: list[str], twice: bool) -> None:
 
 @pytest.mark.parametrize("cause", ["KeyboardInterrupt", "ImportError"])
 def test_ctrl_c_while_modules_are_imported(cause: str) -> None:
-    """Some modules convert the interrupt to an ImportError; both cases end in one line."""
+    """The command ends with one line, also where a module converts the interrupt."""
     hook = f"""
 import os, sys, signal
 from importlib.abc import MetaPathFinder

@@ -227,7 +227,7 @@ def test_default_values_are_silent(words: tuple[str, ...]) -> None:
         (("--attention-backend", "TRITON_ATTN"), "--attention-backend has no effect: each op"),
         (("--attention-backend", "flash_attn"), "--attention-backend has no effect"),
         (("--no-enable-chunked-prefill",), "--enable-chunked-prefill has no effect"),
-        (("--block-size", "16"), "a page holds 64 tokens"),
+        (("--block-size", "16"), "a page has 64 tokens"),
         (("-O3",), "--optimization-level has no effect"),
         (("-O", "3"), "--optimization-level has no effect"),
         (("-cc.pass_config.fuse_norm_quant=true",), "--compilation-config.pass_config has no"),
@@ -238,7 +238,7 @@ def test_default_values_are_silent(words: tuple[str, ...]) -> None:
         (("--disable-access-log-for-endpoints", "/health"), "only if --uvicorn-log-level is info"),
         (("--h11-max-header-count", "256"), "--h11-max-header-count has no effect"),
         (("--trust-remote-code",), "no code of a checkpoint is run"),
-        (("--enable-lora",), "--enable-lora has no effect: --lora-modules holds"),
+        (("--enable-lora",), "--enable-lora has no effect: --lora-modules loads"),
         (("--no-enable-flashinfer-autotune",), "--enable-flashinfer-autotune has no effect"),
     ],
 )

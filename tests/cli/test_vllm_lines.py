@@ -294,7 +294,7 @@ def ask_next_server(
 
 
 def ask_servers(lines: list[list[str]], body: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """Run command lines in turn; return what each server answers, and the error output."""
+    """Run command lines one by one; return what each server answers, and the error output."""
     server = ForkedProgram(RUN_COMMANDS, [json.dumps(lines)])
     try:
         answers = [ask_next_server(server, body) for _ in lines]

@@ -1,4 +1,4 @@
-"""A server of the bundled model as a process of its own, on a TCP port of loopback."""
+"""Server of the bundled model as a separate process, on a TCP port of loopback."""
 
 import contextlib
 import socket

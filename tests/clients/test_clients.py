@@ -33,7 +33,7 @@ def test_a_clients_loop_runs(program: Path, url: str) -> None:
     if program.suffix == ".py":
         command = [str(CLIENTS / "venv" / "bin" / "python"), str(program), url]
     else:
-        # Node looks for packages beside the program's real path.
+        # Node looks for packages next to the program's real path.
         copy = CLIENTS / program.name
         copy.write_text(program.read_text())
         command = ["node", str(copy), url]

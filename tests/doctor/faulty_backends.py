@@ -109,9 +109,9 @@ def writes_outside(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -
 
 @fault
 def leaves_an_element(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    whole = rms_norm(x, weight, eps, offset)
+    result = rms_norm(x, weight, eps, offset)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    y.view(-1)[:-1] = whole.view(-1)[:-1]
+    y.view(-1)[:-1] = result.view(-1)[:-1]
     return y
 
 

@@ -54,7 +54,7 @@ def gpu_traps(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Ten
 
 @fault
 def gpu_hangs(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """Wait on the device for a flag that nobody sets."""
+    """Wait on the device for a flag that is never set."""
     wait_kernel[(1,)](torch.zeros(1, dtype=torch.int32, device=x.device))
     return HEALTHY(x, weight, eps, offset)
 
@@ -102,9 +102,9 @@ def gpu_writes_outside(x: Tensor, weight: Tensor, eps: float, offset: float = 0.
 @fault
 def gpu_leaves_an_element(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """Write all elements but the last, whose memory mostly has the value of the call before."""
-    whole = HEALTHY(x, weight, eps, offset)
+    result = HEALTHY(x, weight, eps, offset)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    y.view(-1)[:-1] = whole.view(-1)[:-1]
+    y.view(-1)[:-1] = result.view(-1)[:-1]
     return y
 
 

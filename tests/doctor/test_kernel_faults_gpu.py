@@ -37,9 +37,9 @@ def examine(backend: str, mode: str = ASYNCHRONOUS) -> dict[str, str]:
     ],
 )
 def test_fault_is_named(backend: str, kinds: set[str], detail: str) -> None:
-    found = examine(backend)
-    assert set(found) == kinds
-    assert detail in " ".join(found.values())
+    findings = examine(backend)
+    assert set(findings) == kinds
+    assert detail in " ".join(findings.values())
 
 
 def test_unwritten_memory_is_named() -> None:

@@ -103,7 +103,7 @@ def answer_alone(client: AsyncEngine, request: Request) -> list[int]:
 
 
 def assert_becomes_empty(client: AsyncEngine) -> None:
-    """Assert that the engine is alive and soon holds no request."""
+    """Assert that the engine is alive and soon has no request."""
     assert client.is_alive
     wait_until_empty(client)
 
@@ -420,7 +420,7 @@ def test_stats_are_copies_available_at_any_time(threaded: AsyncEngine) -> None:
 
 
 def test_stats_are_atomic_per_step(threaded: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All counters of a step change at once for a reader in another thread."""
+    """A reader in another thread sees all counters of a step change at once."""
     live = threaded.transport.engine.stats
     observe = threaded.transport.engine.stats.observe
 

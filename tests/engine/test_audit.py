@@ -170,7 +170,7 @@ def test_records_are_whole_and_bounded_over_all_processes(
 def test_unwritable_folder_is_replaced(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where no folder can be written, the log says why, and requests go on."""
+    """If no folder can be written, the log says why, and requests go on."""
     break_batches(monkeypatch)
     monkeypatch.setattr(auditor, "gettempdir", lambda: str(tmp_path / "missing"))
     llm = make_engine(None, audit=1.0)
@@ -181,7 +181,7 @@ def test_unwritable_folder_is_replaced(
 
 
 def test_audits_need_no_folder_of_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container whose file system is not writable."""
+    """A container may have a file system that is not writable."""
 
     def missing() -> str:
         raise FileNotFoundError("no usable temporary directory")
@@ -463,7 +463,7 @@ def test_deep_parameters_count_as_bytes_of_an_audit() -> None:
 
 @pytest.mark.parametrize("first", [1, "a", None])
 def test_lists_of_mixed_values_count_as_bytes_of_an_audit(first: object) -> None:
-    """As an `enum` of a client's JSON schema."""
+    """An `enum` of a client's JSON schema may be such a list."""
     assert auditor.size_of({"enum": [first, "a" * 100_000]}) > 100_000
 
 
@@ -483,16 +483,16 @@ def test_grammars_count_as_bytes_of_an_audit() -> None:
 def test_resumed_answers_are_generated_again() -> None:
     """A lost engine's tokens were forced; the audit generates them."""
     llm = make_engine("mtp", audit=1.0)
-    (whole,) = llm.processor.requests("whole", TEXT, replace(GREEDY, max_tokens=12))
-    llm.engine.run([whole], lambda request: None)
+    (request,) = llm.processor.requests("whole", TEXT, replace(GREEDY, max_tokens=12))
+    llm.engine.run([request], lambda request: None)
     (resumed,) = llm.processor.requests("resumed", TEXT, replace(GREEDY, max_tokens=12))
-    resumed.params = resumed.params.clone(forced_token_ids=whole.output_token_ids[:6])
+    resumed.params = resumed.params.clone(forced_token_ids=request.output_token_ids[:6])
     resumed.num_resumed = 6
     llm.engine.run([resumed], lambda request: None)
     assert resumed.token_sources.count("forced") == 6
     repeated = resumed.audit()
     llm.engine.run([repeated], lambda request: None)
-    assert repeated.output_token_ids == whole.output_token_ids == resumed.output_token_ids
+    assert repeated.output_token_ids == request.output_token_ids == resumed.output_token_ids
     assert set(repeated.token_sources) == {"plain"}
 
 
@@ -520,7 +520,7 @@ async def lose_engine_with_a_pending_audit(client: AsyncEngine) -> Stats:
 def audited_process(
     make: Callable[..., engine_factories.EngineAndGrammars], folder: Path
 ) -> Iterator[AsyncEngine]:
-    """Yield a client of a tiny engine that audits all requests, in a process of its own."""
+    """Yield a client of a tiny engine that audits all requests, in a separate process."""
     settings = {
         "model": str(make_model(folder, **TWO_LAYERS)),
         "load_format": "dummy",

@@ -46,7 +46,7 @@ def engine(folder: str) -> Engine:
 
 @pytest.fixture
 def client(engine: Engine) -> Iterator[AsyncEngine]:
-    """Yield a started client over the engine; assert afterwards that the engine holds nothing."""
+    """Yield a started client over the engine; assert afterwards that the engine is empty."""
     result = AsyncEngine(ThreadTransport(engine))
     result.start()
     yield result
@@ -85,7 +85,7 @@ def answer(client: AsyncEngine, name: str, max_tokens: int = 12) -> list[int]:
 
 
 def fail_once(inner: Callable[..., Any], when: Callable[[], bool]) -> Callable[..., Any]:
-    """Return a function that calls `inner`, but raises the first time that `when` holds."""
+    """Return a function that calls `inner`, but raises the first time that `when` is true."""
     failed: list[bool] = []
 
     def call(*arguments: Any) -> Any:
@@ -185,17 +185,17 @@ def test_request_that_fails_its_steps_ends_alone(
             *(read(client, request) for request in requests), return_exceptions=True
         )
 
-    error, *others = run(work())
+    error, *answers_of_others = run(work())
     assert isinstance(error, ComputeError) and SECRET not in str(error)
     assert f"stopped {MAX_REQUEST_FAILURES} times while it ran request 'a'" in str(error)
-    assert [tokens_of(updates) for updates in others] == list(expected.values())
+    assert [tokens_of(updates) for updates in answers_of_others] == list(expected.values())
     assert client.is_alive and engine._failures == 0
 
 
 def test_three_requests_that_fail_their_steps_end_alone(
     client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing succeeds between their ends: they fail their first steps, one after the other."""
+    """The requests fail their first steps, one after the other, and no step succeeds between."""
     engine = client.transport.engine
     expected = answer(client, "b", 40)
     guilty = ["a", "c", "d"]

@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 FAST_CASES = ("hybrid, bf16 state, mtp", "latents, fp8")
 SMALL_DEVICE = {"num_gpu_blocks": 8, "num_snapshots": 1, "max_num_seqs": 2}
-"""Settings of a device that holds one and a half conversations."""
+"""Settings of a device with memory for one and a half conversations."""
 
 
 @pytest.fixture(scope="module")

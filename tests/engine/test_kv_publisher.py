@@ -182,7 +182,7 @@ def test_a_large_request_of_a_replay_is_not_received(opened: Any) -> None:
 
 
 def test_a_full_queue_drops_and_clears_afterwards(opened: Any) -> None:
-    """Nothing waits while the publisher's thread does not run; subscribers never overestimate."""
+    """No caller waits while the publisher's thread is stopped; subscribers never overestimate."""
     publisher, subscriber = opened(max_queue_size=3)
     began = time.monotonic()
     for _ in range(1000):

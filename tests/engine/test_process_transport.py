@@ -486,7 +486,7 @@ def test_audits_stop_where_they_end_engines(
 def test_requests_end_where_no_engine_can_be_started(
     settings: dict[str, Any], forked_processes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where memory is too short for another process."""
+    """An engine cannot be started, for example, if memory is too short for another process."""
 
     def fail(*arguments: object) -> None:
         raise OSError("Cannot allocate memory")
@@ -530,7 +530,7 @@ def test_requests_end_where_reports_cannot_be_handled(
 
 
 def test_partial_message_ends_the_reports() -> None:
-    """As of a process that was stopped while it wrote."""
+    """A process that is stopped while it writes leaves a partial message."""
     mine, other = Pipe()
     with mine, other:
         limit_receiving(mine, 0.1)

@@ -10,7 +10,7 @@ from lockstep.worker.executor import worker_of
 from tests.bundled_model import PROMPTS, SEEDED, answer, assert_idle, make_engine
 
 EVERY = 7
-"""One launch of so many raises."""
+"""Number of launches of which one raises."""
 LENGTH = 24
 PARAMS: list[SamplingParams] = [
     replace(SEEDED, max_tokens=LENGTH, n=2, logprobs=2, prompt_logprobs=1),

@@ -26,7 +26,7 @@ PAGE = 64
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody uses now."""
+    """Return a TCP port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -135,7 +135,7 @@ def two_servers(folder: Path) -> Iterator[list[Server]]:
 
 @contextlib.contextmanager
 def gateway(kind: str, policy: str, servers: list[Server], folder: Path) -> Iterator[Fleet]:
-    """Yield a fleet behind a gateway. kind: vllm-router or smg. policy: by its name there."""
+    """Yield a fleet with a gateway. kind: vllm-router or smg. policy: by its name there."""
     port = free_port()
     command = [kind, "launch"] if kind == "smg" else [kind]
     command += ["--host", "127.0.0.1", "--port", str(port), "--policy", policy]

@@ -25,7 +25,7 @@ from tests.kernels.compile_quantized import LEFT, Compiled, resource_usage
 
 ARCH = 90
 TOKENS = (1, 1024)
-"""One count for the form for few tokens, and one for the other form."""
+"""Numbers of tokens: the first takes the form for few tokens, the second the other form."""
 PIPELINE_KERNELS = {"up_pipeline_kernel", "down_pipeline_kernel"}
 PRODUCTS = {"up_kernel", "down_combine_kernel", "down_kernel", *PIPELINE_KERNELS}
 EXPERTS = 256

@@ -11,8 +11,10 @@ scale per block.
 
 import re
 import sys
+from itertools import product
 
 import torch
+from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from lockstep.kernels.compile_target import CompileTarget
@@ -25,12 +27,13 @@ PRODUCT = {90: r"wgmma\.mma_async\S*\.m64n\d+k32\.f32\.e4m3\.e4m3", 89: r"mma\.s
 TOKENS = (1, 17, 64, 65, 8192)
 N = 5120
 K = 17408
-SPLIT_K = 4
+SPLIT_K = 2
 BLOCK = 128
 
 
 def main(quick: bool) -> None:
     """Compile all; raise if a product has another instruction, or if its sum is not added."""
+    compile_hopper((BLOCK,) if quick else (BLOCK, K))
     for arch in (90,) if quick else PRODUCT:
         compiled = Compiled(arch)
         JITFunction.run = lambda kernel, *a, c=compiled, **kwargs: c.compile(kernel, *a, **kwargs)
@@ -55,6 +58,31 @@ def main(quick: bool) -> None:
                 assert additions == outputs * (2 * partitions - 1), (arch, tokens, additions)
                 usage = resource_usage(result.asm["cubin"])
                 print(arch, block_k, tokens, *usage, flush=True)
+
+
+def compile_hopper(block_ks: tuple[int, ...]) -> None:
+    """Compile hopper.py for each number of tokens, with and without partials in memory."""
+    from lockstep.kernels.fp8_linear.hopper import ROWS, choose_hopper_tile, launch_hopper
+
+    compiled = Compiled(90)
+    JITFunction.run = lambda kernel, *a, **kwargs: compiled.compile(kernel, *a, **kwargs)
+    target = CompileTarget(90, inline_ptx=True)
+    for block_k, tokens, may_split in product(block_ks, TOKENS, (True, False)):
+        weight = Fp8Weight.empty(N, K, BLOCK, block_k, device="meta")
+        x = torch.empty(tokens, K, dtype=torch.bfloat16, device="meta")
+        tile = choose_hopper_tile(tokens, SPLIT_K, may_split)
+        out: Tensor = torch.empty(tokens, N, dtype=torch.bfloat16, device="meta")
+        if tile.count < SPLIT_K:
+            out = torch.empty(SPLIT_K, tokens, N, device="meta")
+        launch_hopper(x, weight, SPLIT_K, tile, target, out)
+        result = compiled.made[-1]
+        ptx = result.asm["ptx"]
+        assert re.search(PRODUCT[90], ptx), tokens
+        # Two consumers, each with the code of every partition.
+        outputs = 2 * ROWS.value * tile.tokens // 128
+        additions = len(re.findall(r"add(?:\.rn)?\.f32 ", ptx))
+        assert additions == outputs * (2 * tile.count - 1), (tokens, tile, additions)
+        print("hopper", block_k, tokens, tile, *resource_usage(result.asm["cubin"]), flush=True)
 
 
 if __name__ == "__main__":

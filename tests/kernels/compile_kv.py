@@ -46,7 +46,7 @@ LAYOUTS = "layouts alone"
 
 
 def stop_at_layouts(*args: Any) -> tuple[str, str] | None:
-    """Stop compilation after ttgir, which holds the layouts (Triton's hook into its stages)."""
+    """Stop compilation after ttgir, which contains the layouts (Triton's hook into its stages)."""
     if not args:
         return LAYOUTS, LAYOUTS
     stages = args[1]

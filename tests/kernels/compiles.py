@@ -75,8 +75,8 @@ def kernels(quick: bool) -> Iterator[tuple[Any, int, dict[str, Any]]]:
             yield gated_norm_kernel, delta.NORM_WARPS, dict(**same, HEADS=delta.HEADS) | absent
         for absent in (dict(committed_ptr=None), {}):
             yield step_inputs_kernel, 1, dict(**same, TOKENS=delta.MAX_TOKENS) | absent
-        whole = dict(BLOCK_K=next_power_of_2(sizes["HK"] * sizes["K"]), STATE_GRID=16)
-        yield save_tokens_kernel, 4, {**sizes, **whole, "BLOCK_HV": next_power_of_2(sizes["HV"])}
+        extra = dict(BLOCK_K=next_power_of_2(sizes["HK"] * sizes["K"]), STATE_GRID=16)
+        yield save_tokens_kernel, 4, {**sizes, **extra, "BLOCK_HV": next_power_of_2(sizes["HV"])}
     for sizes in () if quick else MAMBA:
         yield from step_kernels(sizes, dict(DELTA_RULE=False))
 
@@ -138,8 +138,8 @@ def main(quick: bool) -> None:
             result.setdefault((fixed["K"], fixed["V"], grid), []).append(lanes)
         print(name, fixed)
     for sizes, layouts in result.items():
-        short, *others = layouts
-        assert short and len(others) == 2 and others == [short] * 2, (sizes, layouts)
+        short, *rest = layouts
+        assert short and len(rest) == 2 and rest == [short] * 2, (sizes, layouts)
 
 
 if __name__ == "__main__":

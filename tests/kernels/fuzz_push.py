@@ -35,7 +35,7 @@ JOIN_SECONDS = 120.0
 
 @dataclass
 class Fuzzer:
-    """One rank of the fuzz. shared: the choices of all ranks alike; own: those of this rank."""
+    """Rank of the fuzz. shared: random choices that are equal on all ranks; own: of this rank."""
 
     group: PeerGroup
     shared: random.Random
@@ -63,41 +63,41 @@ class Fuzzer:
         base = self.shared.choice(WIDTHS)
         widths = tuple(base + 8 * self.shared.randrange(3) for _ in range(group.size))
         kind = self.shared.choice(("columns", "partials", "needed", "silu_mul", "norm"))
-        whole = self.values(rows, sum(widths))
+        full = self.values(rows, sum(widths))
         gathered = exchange.backends["push"].run
-        mine = whole.split(widths, 1)[group.index]
+        mine = full.split(widths, 1)[group.index]
         self.delay()
         if kind == "partials":
             other = self.values(rows, sum(widths))
-            parts = torch.stack([whole.float(), other.float()])
+            parts = torch.stack([full.float(), other.float()])
             local = parts.split(widths, 2)[group.index]
-            found = gathered(local, widths, group, torch.bfloat16)
-            return differs(found, (parts[0] + parts[1]).bfloat16())
+            actual = gathered(local, widths, group, torch.bfloat16)
+            return differs(actual, (parts[0] + parts[1]).bfloat16())
         if kind == "needed":
             needed = torch.arange(rows, dtype=torch.int32, device="cuda") * 7 % (base + 1)
             index = torch.cat([torch.arange(w, device="cuda") for w in widths])
             read = index < needed[:, None]
-            found = gathered(mine, widths, group, needed=needed)
-            return differs(found.masked_fill(~read, 0), whole.masked_fill(~read, 0))
+            actual = gathered(mine, widths, group, needed=needed)
+            return differs(actual.masked_fill(~read, 0), full.masked_fill(~read, 0))
         if kind == "silu_mul":
             up = self.values(rows, sum(widths))
             run = silu_mul.backends["triton"].run
             local = torch.cat([mine, up.split(widths, 1)[group.index]], 1)
-            found = gathered(local, widths, group, torch.bfloat16, Activation("silu_mul", run))
-            return differs(found, run(torch.cat([whole, up], 1)))
+            actual = gathered(local, widths, group, torch.bfloat16, Activation("silu_mul", run))
+            return differs(actual, run(torch.cat([full, up], 1)))
         if kind == "norm" and sum(widths) <= 1 << 13:
             x, weight = self.values(rows, sum(widths)), self.values(1, sum(widths))[0]
             run_norm = add_rms_norm.backends["triton"].run
             fused = exchange_add_rms_norm.backends["push"].run
-            found = fused(x, mine.contiguous(), weight, 1e-6, 0.0, widths, group, run_norm)
-            expected = run_norm(x, whole, weight, 1e-6, 0.0)
-            return differs(found[0], expected[0]) | differs(found[1], expected[1])
-        return differs(gathered(mine, widths, group), whole)
+            actual = fused(x, mine.contiguous(), weight, 1e-6, 0.0, widths, group, run_norm)
+            expected = run_norm(x, full, weight, 1e-6, 0.0)
+            return differs(actual[0], expected[0]) | differs(actual[1], expected[1])
+        return differs(gathered(mine, widths, group), full)
 
 
-def differs(found: Tensor, expected: Tensor) -> Tensor:
+def differs(actual: Tensor, expected: Tensor) -> Tensor:
     """Return whether a bit of two bf16 tensors differs, on the device."""
-    return (found.view(torch.int16) != expected.view(torch.int16)).any()
+    return (actual.view(torch.int16) != expected.view(torch.int16)).any()
 
 
 def run_rank(index: int, size: int, port: int, seconds: float, seed: int) -> None:

@@ -118,8 +118,8 @@ ARITHMETIC: dict[str, Callable[..., Numbers]] = {
 class Thread:
     """Registers of all threads, and the effect of each instruction on them."""
 
-    def __init__(self, given: list[Numbers], results: int) -> None:
-        self.registers = {f"${results + i}": value for i, value in enumerate(given)}
+    def __init__(self, arguments: list[Numbers], results: int) -> None:
+        self.registers = {f"${results + i}": value for i, value in enumerate(arguments)}
         self.floats: set[str] = set()
 
     def read(self, name: str) -> Numbers:

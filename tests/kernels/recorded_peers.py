@@ -31,23 +31,23 @@ class RecordedPeers:
     """Memory of all ranks of a recorded group. pointers: into the tensors that it keeps."""
 
     def __init__(self, group: RecordedGroup, device: str) -> None:
-        whole = torch.cat(group.parts, dim=1).to(device)
+        full = torch.cat(group.parts, dim=1).to(device)
         size = FLAGS + SLOTS * group.size * 8
-        own = zeros(size, device)
+        inbox = zeros(size, device)
         begin = BUFFERS + EPOCH * BUFFER_BYTES // 2
-        own[begin : begin + whole.nbytes] = whole.view(torch.uint8).flatten()
-        if whole.dtype in push.PACKED and not whole.shape[1] % 2:
-            packets = pack(whole)
+        inbox[begin : begin + full.nbytes] = full.view(torch.uint8).flatten()
+        if full.dtype in push.PACKED and not full.shape[1] % 2:
+            packets = pack(full)
             begin = PACKETS + EPOCH * PACKET_BYTES // 2
-            own[begin : begin + packets.nbytes] = packets.view(torch.uint8).flatten()
-        own[FLAGS:].view(torch.int64).fill_(EPOCH)
-        # What this rank sends arrives in memory that nobody reads.
-        others = zeros(size, device)
+            inbox[begin : begin + packets.nbytes] = packets.view(torch.uint8).flatten()
+        inbox[FLAGS:].view(torch.int64).fill_(EPOCH)
+        # What this rank sends arrives in memory that is never read.
+        peer_inbox = zeros(size, device)
         self.words = torch.zeros(2, dtype=torch.int32, device=device)
         state = torch.zeros(3, dtype=torch.int64, device=device)
-        addresses = [others.data_ptr()] * group.size
-        addresses[group.index] = own.data_ptr()
-        self.memory = (own, others)
+        addresses = [peer_inbox.data_ptr()] * group.size
+        addresses[group.index] = inbox.data_ptr()
+        self.memory = (inbox, peer_inbox)
         self.pointers = Peers(tuple(addresses), state, self.words.data_ptr())
 
 
@@ -58,9 +58,9 @@ def zeros(size: int, device: str) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
 
 
-def pack(whole: Tensor) -> Tensor:
+def pack(full: Tensor) -> Tensor:
     """Return the packets of 16-bit values [T, N] in the first exchange: [T, N / 2] int64."""
-    pairs = whole.view(torch.int16).long().view(len(whole), -1, 2) & 0xFFFF
+    pairs = full.view(torch.int16).long().view(len(full), -1, 2) & 0xFFFF
     tag = (EPOCH | TAGS.value) << 32
     return pairs[..., 0] | pairs[..., 1] << 16 | tag - (1 << 64)
 

@@ -48,7 +48,7 @@ REPORT = re.compile(r"^========= (?!COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SU
 DETAIL = re.compile(r"^========= {3,}(\S.*)")
 HOST = re.compile(r"Saved host backtrace|Host Frame")
 ACCESS = re.compile(r"(Read|Write) access at (\w+)\+0x[0-9a-f]+ in ([\w.]+):(\d+)")
-"""One access of a race: kind, kernel, file and line."""
+"""Pattern of an access of a race: kind, kernel, file and line."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ ALLOWED = (
 
 @dataclass(frozen=True)
 class Job:
-    """One tool over the cases of one backend of an op in one dtype."""
+    """Run of a tool over the cases of one backend of an op in one dtype."""
 
     tool: str
     op: str

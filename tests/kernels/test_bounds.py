@@ -94,7 +94,7 @@ def check_bounds(op, backend, cases):
 
 
 def test_canaries_detect_out_of_bounds_write():
-    """One element before and one after, in tensors allocated while the canaries are active."""
+    """Write one element before and one after tensors that were allocated under the canaries."""
     for offset in (MARGIN // 4 - 1, MARGIN // 4 + 10):
         canaries = Canaries()
         x = canaries.add_margins(torch.ones(4)[:3])

@@ -76,7 +76,7 @@ def test_attention_of_rows_of_one_length_that_are_not_adjacent(dtype: torch.dtyp
 
 
 def test_attention_with_more_heads_than_tile_rows() -> None:
-    """As a draft block, whose tokens are laid out as heads of one token."""
+    """A draft block has many heads, since its tokens are laid out as heads of one token."""
     for rows, heads in ((((0, 1), (300, 1), (255, 1)), 512), (((250, 3),), 400)):
         assert_equals_reference(
             paged_attention, paged(rows, heads, 1, 32, 16, torch.float32), str(rows)

@@ -44,7 +44,7 @@ def test_null_rows_do_not_change_drafts(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_ngram_lookup_fills_only_requested_columns(backend, count):
-    """All of the first columns of wider rows are filled, and nothing else."""
+    """The lookup fills the first columns of wider rows, and nothing else."""
     table = backend.place(random_table(RandomSource(3), 4, 5, 60, 2))
     rows = torch.tensor([4, 2, 0], device=backend.device)
     before = table.drafts.clone()

@@ -27,11 +27,11 @@ def bits(x: Tensor) -> Tensor:
 def test_columns_are_in_the_order_of_the_ranks(backend: str, dtype: torch.dtype) -> None:
     for name, arguments in load_cases(exchange)(dtype):
         expected = torch.cat(arguments["group"].parts, dim=1)
-        found = exchange.backends[backend].run(**arguments)
-        assert found.dtype == dtype and found.shape == expected.shape, name
+        actual = exchange.backends[backend].run(**arguments)
+        assert actual.dtype == dtype and actual.shape == expected.shape, name
         read = needed_columns(arguments.get("needed"), arguments["widths"], len(expected))
         integer = INTEGERS[dtype.itemsize]
-        assert torch.equal(found.view(integer)[read], expected.view(integer)[read]), name
+        assert torch.equal(actual.view(integer)[read], expected.view(integer)[read]), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -40,19 +40,19 @@ def test_a_norm_adds_the_columns_of_all_ranks(backend: str, dtype: torch.dtype) 
     for name, arguments in load_cases(exchange_add_rms_norm)(dtype):
         delta = torch.cat(arguments["group"].parts, dim=1)
         expected = add_rms_norm(arguments["x"], delta, arguments["weight"], 1e-6, 1.0)
-        found = exchange_add_rms_norm.backends[backend].run(**arguments)
-        assert all(map(torch.equal, map(bits, found), map(bits, expected))), name
+        actual = exchange_add_rms_norm.backends[backend].run(**arguments)
+        assert all(map(torch.equal, map(bits, actual), map(bits, expected))), name
 
 
 @pytest.mark.parametrize("widths", [(16, 16), (24, 16, 16), (8, 8, 8, 8)], ids=str)
 def test_every_rank_gets_the_same_columns(widths: tuple[int, ...]) -> None:
-    whole = torch.randn(5, sum(widths))
+    full = torch.randn(5, sum(widths))
 
     def run(group: ThreadGroup) -> Tensor:
-        local: Any = whole.split(widths, dim=1)[group.index]
+        local: Any = full.split(widths, dim=1)[group.index]
         return exchange.backends["cpu"].run(local, widths, group)
 
-    assert all(torch.equal(found, whole) for found in run_ranks(len(widths), run))
+    assert all(torch.equal(actual, full) for actual in run_ranks(len(widths), run))
 
 
 def test_a_single_rank_has_all_columns() -> None:
@@ -61,8 +61,8 @@ def test_a_single_rank_has_all_columns() -> None:
 
 
 def test_a_dry_group_knows_shapes() -> None:
-    found = exchange(torch.empty(3, 16, device="meta"), (24, 16, 16), DryGroup(1, 3))
-    assert found.shape == (3, 56)
+    actual = exchange(torch.empty(3, 16, device="meta"), (24, 16, 16), DryGroup(1, 3))
+    assert actual.shape == (3, 56)
 
 
 @pytest.mark.parametrize("op", [exchange, exchange_add_rms_norm])

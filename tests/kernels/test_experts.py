@@ -1,4 +1,4 @@
-"""Both forms of experts give a row the same bits in any batch."""
+"""Tests of experts: a row has the same bits in both forms and in any batch."""
 
 from dataclasses import replace
 from itertools import product
@@ -130,7 +130,7 @@ def test_shared_expert_accepts_partials(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_all_tokens_routed_to_one_expert(backend):
-    """More than a tile holds; ids also repeat within a row."""
+    """Use more pairs than a tile has; ids also repeat within a row."""
     tokens = 20 if backend.interpreted else 140
     a = random_arguments(backend, **SMALL | dict(tokens=tokens, hidden=17, inner=8, slots=2))
     a["ids"].fill_(4)
@@ -153,7 +153,7 @@ FORMS = [
 @pytest.mark.parametrize("one", [False, True])
 def test_form_and_tile_change_no_bit(backend, one):
     """one: all pairs are routed to one expert, more than a tile of the form for few tokens
-    holds."""
+    has."""
     from lockstep.kernels.experts.triton import launch_sorted, launch_unsorted
 
     sizes = SMALL | dict(tokens=5, count=6) if backend.interpreted else REAL | dict(tokens=16)
@@ -182,8 +182,8 @@ SORTS = (
     pytest.param(256, (70_000,), marks=pytest.mark.slow),  # 13 s under the interpreter
     (512, (511, 4096, 8_193)),
 )
-"""(experts, pairs): around the number that one CTA or chunk counts, where several launches begin,
-and more than are summed at once."""
+"""(experts, pairs): near the pairs that one CTA or chunk counts, where several launches begin, and
+more than are summed at once."""
 
 
 @pytest.mark.parametrize("backend", TRITON)
@@ -204,7 +204,7 @@ def test_sort_is_stable_and_tiles_cover_each_pair_once(backend, count, sizes):
 
 @pytest.mark.parametrize("backend", TRITON)
 def test_sort_handles_any_distribution(backend):
-    """All pairs at one expert, or the maximum number of tiles."""
+    """Sort with all pairs at one expert, and with the maximum number of tiles."""
     from lockstep.kernels.experts.dispatch import sort_pairs
 
     count = 9

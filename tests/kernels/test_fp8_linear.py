@@ -1,12 +1,14 @@
 """W8A8: quantization of rows, and products whose sums of 128 columns are exact."""
 
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from lockstep.kernels.architecture import HOPPER
 from lockstep.kernels.arguments import place
 from lockstep.kernels.formats.weights import K_BLOCK, Fp8Weight, unpack_codes
 from lockstep.kernels.formats.weights.fp8 import e4m3_values
@@ -127,9 +129,10 @@ def test_definition_in_exact_arithmetic(by_block: bool) -> None:
                 columns = slice(K_BLOCK * block, K_BLOCK * (block + 1))
                 d = torch.tensor(exact_block(x_values[row, columns], w_values[out, columns]))
                 if by_block:
-                    d = d * x_scales[row, block] * scales[out, block]
+                    d = d * (x_scales[row, block] * scales[out, block])
                 total = total + d
-            expected[row, out] = total if by_block else total * x_scales[row, 0] * scales[out, 0]
+            scale = x_scales[row, 0] * scales[out, 0]
+            expected[row, out] = total if by_block else total * scale
     assert same_bits(fp8_linear(x, weight), expected)
 
 
@@ -159,7 +162,7 @@ def test_prepacked_weight_has_the_bits_of_its_definition(dtype: torch.dtype) -> 
 @pytest.mark.parametrize("backend", PRODUCTS)
 @pytest.mark.parametrize("split_k", [1, 2])
 def test_partials_add_up_to_the_result(backend: Backend, split_k: int) -> None:
-    """Several tiles of tokens, with and without `out`, whose CTAs add all partitions."""
+    """Compare several tiles of tokens, with and without `out`, whose CTAs add all partitions."""
     k = 1024
     weight = random_weight(40, k, 128, 128)
     for tokens in (1, 17, 70):
@@ -187,19 +190,20 @@ def test_error_of_activations_is_that_of_three_mantissa_bits() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("block_n", [1, 128])
 @pytest.mark.parametrize("block_k", [128, 2048])
-@pytest.mark.parametrize("split_k", [1, 4])
-def test_every_tile_gives_the_same_bits(split_k: int, block_k: int) -> None:
+@pytest.mark.parametrize("split_k", [1, 2, 4])
+def test_every_tile_gives_the_same_bits(split_k: int, block_k: int, block_n: int) -> None:
     """Operands of all magnitudes, whose sums round differently in any other order."""
     from lockstep.kernels.compile_target import compile_target
     from lockstep.kernels.fp8_linear.triton import LARGE, LARGE_TREE, SMALL, launch
     from lockstep.kernels.linear.triton import reduce_partials
 
     generator = torch.Generator().manual_seed(9)
-    codes = torch.randint(0, 256, (512, 2048), generator=generator).to(torch.uint8)
+    codes = torch.randint(0, 256, (520, 2048), generator=generator).to(torch.uint8)
     codes[(codes & 0x7F) == 0x7F] = 0
-    scales = torch.rand(512, 2048 // block_k, generator=generator)
-    weight = place(Fp8Weight.of(codes, scales, 1, block_k), "cuda")
+    scales = torch.rand(-(-520 // block_n), 2048 // block_k, generator=generator)
+    weight = place(Fp8Weight.of(codes, scales, block_n, block_k), "cuda")
     spread = 2.0 ** torch.randint(-9, 9, (300, 2048), generator=generator)
     x = (torch.randn(300, 2048, generator=generator) * spread).bfloat16().cuda()
     expected = fp8_linear.backends["triton"].run(x, weight, split_k)
@@ -207,9 +211,21 @@ def test_every_tile_gives_the_same_bits(split_k: int, block_k: int) -> None:
     for tile in (*SMALL, LARGE_TREE, *([LARGE] if split_k == 1 else [])):
         parts = (split_k,) if tile.splits and split_k > 1 else ()
         dtype = torch.float32 if parts else x.dtype
-        y = torch.empty(*parts, 300, 512, dtype=dtype, device="cuda")
+        y = torch.empty(*parts, 300, 520, dtype=dtype, device="cuda")
         launch(x, weight, split_k, tile, target, y)
         assert same_bits(reduce_partials(y, x.dtype) if parts else y, expected), tile
+    if target.arch != HOPPER:
+        return
+    from lockstep.kernels.fp8_linear.hopper import STAGES, HopperTile, fits, launch_hopper
+
+    if not fits(weight, split_k):
+        return
+    for (tokens, stages), count in product(STAGES.items(), {1, split_k}):
+        hopper_tile = HopperTile(tokens, stages, count)
+        parts = (split_k,) if count < split_k else ()
+        y = torch.empty(*parts, 300, 520, dtype=torch.float32 if parts else x.dtype, device="cuda")
+        launch_hopper(x, weight, split_k, hopper_tile, target, y)
+        assert same_bits(reduce_partials(y, x.dtype) if parts else y, expected), hopper_tile
 
 
 @pytest.mark.gpu

@@ -42,7 +42,7 @@ def random_scales(name: str, seed: int) -> Tensor:
         return torch.exp2(torch.randint(-126, 120, (WORDS,), generator=generator).float())
     if not kind.two_level_scales:
         return base
-    # Steps beside a minimum have six bits; the product with the code must be exact there.
+    # Steps next to a minimum have six bits; the product with the code must be exact there.
     low, high = (0, 64) if kind.minima else (-128, 128)
     return base * torch.randint(low, high, (WORDS,), generator=generator)
 

@@ -134,8 +134,8 @@ def test_latent_attention_row_is_batch_and_page_independent(backend: Backend) ->
 
 @pytest.mark.parametrize("backend", backends(op=latent_attention))
 def test_attention_is_causal(backend: Backend) -> None:
-    """All keys after a token's own are poisoned: with finite numbers inside its window, since zero
-    times NaN is NaN, and with NaN outside of it."""
+    """Poison all keys after a token's own: with finite numbers inside its window, since zero times
+    NaN is NaN, and with NaN outside of it."""
     start = 253
     window = 2 if backend.interpreted else 5
     batch = paged_latents(((start, window),), *layer_of(backend), backend.dtype, seed=5)
@@ -161,8 +161,8 @@ LONG = ((4094, 3), (1023, 2), (8190, 3), (8960, 70))
 
 @pytest.mark.parametrize("backend", TRITON)
 def test_partitions_agree(backend: Backend) -> None:
-    """All keys in one CTA, partials of spans and of splits, with any number of CTAs: each kernel
-    gives the bits of triton.py."""
+    """Each kernel gives the bits of triton.py: with all keys in one CTA, with partials of spans and
+    of splits, and with any number of CTAs."""
     triton = import_module("lockstep.kernels.latent_attention.triton")
     layer = (2, 16, 16, 64) if backend.interpreted else REAL
     rows = ROWS if backend.interpreted else (*ROWS, *LONG)

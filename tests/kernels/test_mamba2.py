@@ -65,7 +65,7 @@ def test_group_norm_follows_gate() -> None:
 
 
 def test_time_steps_are_clamped() -> None:
-    """As transformers clamps the time steps of a prompt."""
+    """transformers clamps the time steps of a prompt in the same way."""
     layer = weights(SMALL, torch.float32, 1)
     from lockstep.kernels.mamba2 import discretize
 

@@ -297,7 +297,7 @@ LOADS_TORCH_BACKENDS = (
     "assert linear.choose(device='cpu', dtype=torch.float32) == 'cpu', linear.backends\n"
     "assert 'numba' not in numerics('cpu', torch.float32)\n"
 )
-"""Several threads load backends at once, as ranks in threads do; torch's serve."""
+"""Program in which threads load backends at once, as ranks in threads do; torch's are chosen."""
 
 
 def test_backends_load_without_numba() -> None:

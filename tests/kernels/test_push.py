@@ -69,9 +69,9 @@ def columns(generator: torch.Generator, *shape: int) -> Tensor:
     return x
 
 
-def equal(found: Tensor, expected: Tensor) -> bool:
+def equal(actual: Tensor, expected: Tensor) -> bool:
     return torch.equal(
-        found.contiguous().view(torch.int16), expected.contiguous().view(torch.int16)
+        actual.contiguous().view(torch.int16), expected.contiguous().view(torch.int16)
     )
 
 
@@ -87,13 +87,13 @@ def test_every_rank_has_all_columns_after_many_exchanges(
     def run(group: RankGroup) -> None:
         generator = torch.Generator().manual_seed(0)
         for rows in (1, 3, 2, 5):
-            whole = columns(generator, rows, sum(widths))
-            local = whole.split(widths, 1)[group.index]
-            assert equal(exchange.backends["push"].run(local, widths, group), whole)
+            full = columns(generator, rows, sum(widths))
+            local = full.split(widths, 1)[group.index]
+            assert equal(exchange.backends["push"].run(local, widths, group), full)
             needed = torch.arange(rows, dtype=torch.int32) * 11 % 27
-            found = push.exchange_push(local, widths, group, needed=needed)
+            actual = push.exchange_push(local, widths, group, needed=needed)
             read = needed_columns(needed, widths, rows)
-            assert equal(found[read], whole[read])
+            assert equal(actual[read], full[read])
 
     run_processes(len(widths), run)
 
@@ -109,18 +109,18 @@ def test_columns_are_made_of_partials_and_activations(
         generator = torch.Generator().manual_seed(0)
         partials = torch.randn(4, 3, 32, generator=generator)
         local = partials.split(widths, 2)[group.index]
-        found = push.exchange_push(local, widths, group, torch.bfloat16)
+        actual = push.exchange_push(local, widths, group, torch.bfloat16)
         sums = (partials[0] + partials[1]) + (partials[2] + partials[3])
-        assert equal(found, sums.bfloat16())
+        assert equal(actual, sums.bfloat16())
         gate, up = columns(generator, 3, 32), columns(generator, 3, 32)
         pairs = [x.split(widths, 1)[group.index] for x in (gate, up)]
         act = Activation("silu_mul", silu_mul)
-        found = push.exchange_push(torch.cat(pairs, 1), widths, group, torch.bfloat16, act)
+        actual = push.exchange_push(torch.cat(pairs, 1), widths, group, torch.bfloat16, act)
         expected = silu_mul.backends["triton"].run(torch.cat([gate, up], 1))
-        assert equal(found, expected)
+        assert equal(actual, expected)
         act = Activation("relu2", relu2)
-        found = push.exchange_push(pairs[0], widths, group, torch.bfloat16, act)
-        assert equal(found, relu2.backends["triton"].run(gate))
+        actual = push.exchange_push(pairs[0], widths, group, torch.bfloat16, act)
+        assert equal(actual, relu2.backends["triton"].run(gate))
 
     run_processes(2, run)
 
@@ -130,12 +130,12 @@ def test_integers_cross_as_they_are() -> None:
 
     def run(group: RankGroup) -> None:
         generator = torch.Generator().manual_seed(0)
-        whole = torch.randint(-(1 << 31), 1 << 31, (3, 26), generator=generator, dtype=torch.int64)
-        whole = whole.to(torch.int32)
+        full = torch.randint(-(1 << 31), 1 << 31, (3, 26), generator=generator, dtype=torch.int64)
+        full = full.to(torch.int32)
         needed = torch.tensor([13, 0, 7], dtype=torch.int32)
-        found = push.exchange_push(whole.split(13, 1)[group.index], (13, 13), group, needed=needed)
+        actual = push.exchange_push(full.split(13, 1)[group.index], (13, 13), group, needed=needed)
         read = needed_columns(needed, (13, 13), 3)
-        assert torch.equal(found[read], whole[read])
+        assert torch.equal(actual[read], full[read])
 
     run_processes(2, run)
 
@@ -153,9 +153,9 @@ def test_a_norm_waits_for_its_columns(widths: tuple[int, ...], parts: int) -> No
             delta = delta if parts > 1 else delta[0].bfloat16()
             local = delta.split(widths, -1)[group.index]
             arguments = (x, local, weight, 1e-6, 1.0, widths, group, add_rms_norm_triton)
-            found = exchange_add_rms_norm.backends["push"].run(*arguments)
+            actual = exchange_add_rms_norm.backends["push"].run(*arguments)
             expected = add_rms_norm_triton(x, delta, weight, 1e-6, 1.0)
-            assert all(map(equal, found, expected))
+            assert all(map(equal, actual, expected))
 
     run_processes(len(widths), run)
 
@@ -173,9 +173,9 @@ def test_packets_of_long_ago_are_not_taken_for_new_ones(
         generator = torch.Generator().manual_seed(0)
 
         def gather(rows: int) -> bool:
-            whole = columns(generator, rows, 32)
-            found = push.exchange_push(whole.split(widths, 1)[group.index], widths, group)
-            return equal(found, whole)
+            full = columns(generator, rows, 32)
+            actual = push.exchange_push(full.split(widths, 1)[group.index], widths, group)
+            return equal(actual, full)
 
         assert all(gather(5) for _ in range(7))  # the last two have the tags 2 and 3
         # The next exchange has the other buffer, as always.
@@ -235,14 +235,14 @@ def test_every_case_of_the_exchange(
         tested.add(op)
         expected = torch.cat(arguments["group"].parts, dim=1).to(device)
         if op is exchange_add_rms_norm:
-            found = op.backends["push"].run(**arguments | {"add_norm": add_rms_norm_triton})
+            actual = op.backends["push"].run(**arguments | {"add_norm": add_rms_norm_triton})
             inputs = (arguments[key] for key in ("weight", "eps", "offset"))
-            close(found, add_rms_norm_triton(arguments["x"], expected, *inputs), msg=name)
+            close(actual, add_rms_norm_triton(arguments["x"], expected, *inputs), msg=name)
             continue
-        found = op.backends["push"].run(**arguments)
+        actual = op.backends["push"].run(**arguments)
         needed = arguments["needed"].cpu() if "needed" in arguments else None
-        read = needed_columns(needed, arguments["widths"], len(found)).to(device)
+        read = needed_columns(needed, arguments["widths"], len(actual)).to(device)
         # The reference's activations have other bits.
         tolerance = 1e-2 if "act" in arguments else 0
-        close(found[read], expected[read], rtol=tolerance, atol=tolerance, msg=name)
+        close(actual[read], expected[read], rtol=tolerance, atol=tolerance, msg=name)
     assert len(tested) == 2

@@ -45,7 +45,7 @@ TILE_BY_SHAPE = {
     for tile in candidates(tokens, 2, bits)
     if tile != DEQUANTIZE_FIRST
 }
-"""One tile of each kernel and size; warps, stages and registers only concern the compiler."""
+"""Tiles: one of each kernel and size, since warps, stages and registers concern the compiler."""
 CUTS = [
     cut if index % 4 == 0 else pytest.param(cut, marks=pytest.mark.slow)
     for index, cut in enumerate(sorted(TILE_BY_SHAPE))
@@ -205,7 +205,7 @@ def test_many_tokens_use_pipeline_or_dequantize_first(
 
 
 def test_stream_k_requires_two_warps_per_scheduler() -> None:
-    """One CTA of eight warps, or two of four; not with fewer tiles than CTAs."""
+    """Stream-K needs one CTA of eight warps or two of four, and at least as many tiles as CTAs."""
     wide = QuantizedTile(128, 128, 128, 8, 4, 1, 120, pipeline=True, stream_k=1)
     narrow = replace(wide, n=64, warps=4, stream_k=2)
     assert fit_tile(wide, int4(34816, 5120), 1, HOPPER).stream_k == 1

@@ -273,7 +273,7 @@ def test_splits_are_added_as_a_tree(backend, tokens):
 @pytest.mark.parametrize("backend", TRITON)
 @pytest.mark.parametrize("name", NAMES)
 def test_row_slice_inside_a_scale_block(backend, name):
-    """A slice of a fused weight uses the scales of its own rows in the kernels."""
+    """A slice of a fused weight uses the scales of its rows in the kernels."""
     backend = replace(backend, dtype=torch.float16)
     full = exact_weight(name, 300, 200)
     x = graded(2, 200, 1, 3).to(backend.dtype)

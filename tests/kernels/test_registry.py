@@ -105,6 +105,6 @@ def test_last_supported_backend_is_chosen() -> None:
 
 @pytest.mark.parametrize("op", ["paged_attention", "latent_attention"])
 def test_hopper_attention_is_preferred(op: str) -> None:
-    """Both serve a Hopper GPU; the order of their files must not decide."""
+    """Two backends support a Hopper GPU; the order of their files must not decide."""
     names = list(backends.all_ops()[op].backends)
     assert names.index("hopper") > names.index("triton")

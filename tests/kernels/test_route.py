@@ -38,7 +38,7 @@ def test_softmax_routing(renormalize):
 
 
 def test_deepseek_grouped_routing():
-    """As DeepseekV3TopkRouter: groups by their two best biased scores, weights unbiased."""
+    """DeepseekV3TopkRouter ranks groups by their two best biased scores; weights are unbiased."""
     logits = random(9, 64)
     bias = random(64, seed=1) * 0.2
     ids, weights, *_ = route(logits, 6, "sigmoid", True, 2.5, bias, groups=8, top_groups=3)
@@ -91,7 +91,7 @@ def test_row_bits_are_batch_independent(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("parts", [2, 4])
 def test_partials_equal_their_rounded_sum(backend, parts):
-    """Whether a product leaves partials depends on its tile, and must change no bit."""
+    """A product may leave partials, depending on its tile, and that must change no bit."""
     partials = random(parts, 9, 2 * 40 + 24 + 1) * 3
     full = tree_sum(partials).to(torch.bfloat16)
     rounded = dict(dtype=torch.bfloat16, shared_dtype=torch.bfloat16)

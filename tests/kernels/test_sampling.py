@@ -69,7 +69,7 @@ def filter_arguments(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("vocab", "slope"), [(300, 1.2), (20000, 0.3), (20000, 3.0)])
 def test_filters_equal_reference(backend, vocab, slope):
-    """Flat logits, for which no tile holds all remaining candidates, and steep ones; tied 16-bit
+    """Flat logits, for which no tile has all remaining candidates, and steep ones; tied 16-bit
     logits."""
     arguments = filter_arguments(vocab, slope)
     assert same_bits(backend.run(sample, arguments), ORACLE.run(sample, arguments))
@@ -127,7 +127,7 @@ def test_sampled_ties_and_vocabulary_bounds(backend, flags):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shown", [0, 90])
 def test_nan_logits_overrun_no_buffer(backend, shown):
-    """More groups of NaN than a tile holds; no key may rank them highest."""
+    """Use more groups of NaN than a tile has; no key may rank them highest."""
     arguments = filter_arguments(5000, 1.0)
     for name in ("positions", "drafts", "row_ids"):
         arguments[name] = arguments[name][3:5].contiguous()
@@ -242,7 +242,7 @@ def test_mask_equals_infinite_bias(queries, share):
 
 @pytest.mark.parametrize("share", [0.1, 0.9])
 def test_greedy_takes_first_largest_allowed_token(share):
-    """Many logits are equal, so the largest is allowed in some rows only."""
+    """The largest of many equal logits is allowed in some rows only."""
     arguments = batch(900, 3)
     arguments["state"].flags[:] = ALLOWED
     logits = arguments["logits"].round()

@@ -20,7 +20,7 @@ BACKENDS = backends()
 SLOW_BACKENDS = backends(pytest.mark.slow)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 ONE_AT_A_TIME = threading.Lock()
-"""Held by the rank that computes: Triton's interpreter serves one thread."""
+"""Lock of the rank that computes, since Triton's interpreter serves one thread."""
 BLOCK = 256
 """Logits of a tile in these tests, so that small vocabularies have several."""
 
@@ -45,16 +45,16 @@ def shards(widths: tuple[int, ...], watch: Callable[[Tensor], None]) -> Callable
         def run(local: Tensor, widths: tuple[int, ...], needed: Tensor | None = None) -> Tensor:
             ONE_AT_A_TIME.release()
             try:
-                whole = exchange(local.cpu(), widths, group).to(local.device)
+                full = exchange(local.cpu(), widths, group).to(local.device)
             finally:
                 ONE_AT_A_TIME.acquire()
             if needed is None:
-                return whole
+                return full
             if group.index == 0:
                 watch(needed.cpu())
             index = torch.cat([torch.arange(width) for width in widths]).to(local.device)
-            poison = torch.full_like(whole.view(torch.uint8), 255).view(whole.dtype)
-            return torch.where(index < needed[:, None], whole, poison)
+            poison = torch.full_like(full.view(torch.uint8), 255).view(full.dtype)
+            return torch.where(index < needed[:, None], full, poison)
 
         return LogitShard(widths, group.index, run)
 
@@ -64,7 +64,7 @@ def shards(widths: tuple[int, ...], watch: Callable[[Tensor], None]) -> Callable
 def sample_sharded(
     backend: Backend, arguments: dict[str, Any], widths: tuple[int, ...]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Sample on ranks with so many logits each -> tokens, which are equal on all ranks, and the
+    """Sample on ranks with these numbers of logits -> tokens, which are equal on all ranks, and the
     needed columns of the first rank's exchanges."""
     seen: list[Tensor] = []
     shard_of = shards(widths, seen.append)
@@ -76,8 +76,8 @@ def sample_sharded(
             tokens: Tensor = backend.run(sample, dict(local, shard=shard_of(group)))
             return tokens.cpu()
 
-    first, *others = run_ranks(len(widths), run)
-    assert all(torch.equal(first, other) for other in others)
+    first, *rest = run_ranks(len(widths), run)
+    assert all(torch.equal(first, other) for other in rest)
     return first, seen
 
 

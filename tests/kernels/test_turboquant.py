@@ -69,7 +69,7 @@ def test_pack_bits_round_trip(bits, count):
 
 
 def test_bit_positions():
-    """As documented in bits.py."""
+    """The positions are those that bits.py documents."""
     one = torch.zeros(32, dtype=torch.int64)
     for code, value, word, bits in ((9, 5, 1, 5 << 4), (24, 4, 2, 1 << 3), (25, 3, 0, 1 << 7)):
         assert pack_bits(one.index_fill(0, torch.tensor(code), value), 3)[word] == bits

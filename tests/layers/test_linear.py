@@ -105,7 +105,7 @@ def test_part_of_a_fused_weight_is_its_rows() -> None:
 @pytest.mark.parametrize("kind", [Linear, PartialLinear])
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "draft"])
 def test_bias_is_added_to_the_rounded_product(kind: type[Linear], exact: bool) -> None:
-    """Both are rounded to the dtype; a row's bits are independent of others."""
+    """Product and bias are rounded to the dtype; a row's bits are independent of others."""
     torch.manual_seed(0)
     layer = kind(
         BuildContext("cpu", torch.bfloat16, 1, 1, exact=exact), 8, {"a": 16, "b": 4}, bias=True
@@ -144,7 +144,7 @@ def test_names_of_fused_weights() -> None:
 
 
 def test_parts_are_the_outputs_of_each_fused_weight() -> None:
-    """As one GEMM, and as one per weight whose outputs are not adjacent."""
+    """The layer is one GEMM, or one per weight whose outputs are not adjacent."""
     build = BuildContext("cpu", torch.float32, 1, 1)
     layer = Linear(build, 8, {"a": 16, "b": 24})
     weight = torch.randn(40, 8)

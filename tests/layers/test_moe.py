@@ -116,11 +116,11 @@ def test_sigmoid_router_is_fp32(scoring: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fused_router_equals_separate_gemms(dtype: torch.dtype, scoring: str) -> None:
     """Fused are the router, the shared expert's gate, its gate and up projections; an fp32 router
-    of a bf16 model is a GEMM of its own."""
+    of a bf16 model is a separate GEMM."""
     gated = scoring == "softmax"
     layer = random_moe(dtype, scoring=scoring, shared_inner=16, shared_gate=gated)
-    apart = layer.router.dtype != dtype
-    assert len(layer.router.gemms) == 1 and (layer.shared_up is not None) == apart
+    is_separate = layer.router.dtype != dtype
+    assert len(layer.router.gemms) == 1 and (layer.shared_up is not None) == is_separate
     load()
     run = {op: op.backends["cpu"].run for op in (linear, experts_op)}
     table = layer.weights()

@@ -23,8 +23,8 @@ def test_rank_has_its_share_of_every_part() -> None:
 
 def test_fewer_kv_heads_than_ranks_are_replicated() -> None:
     columns = Columns.heads(4, 16, sharing=2)
-    found = [columns.ranges(Rank(index, 4)) for index in range(4)]
-    assert found == [((0, 16),), ((0, 16),), ((16, 32),), ((16, 32),)]
+    actual = [columns.ranges(Rank(index, 4)) for index in range(4)]
+    assert actual == [((0, 16),), ((0, 16),), ((16, 32),), ((16, 32),)]
 
 
 def test_heads_that_cover_shared_units_in_part_have_a_copy_each() -> None:

@@ -14,7 +14,7 @@ sys.path.insert(0, sys.argv[1])
 runpy.run_path("checkpoint.py", run_name="__main__")
 runpy.run_path("generate.py", run_name="__main__")
 """
-"""Both scripts in one interpreter, since torch is slow to import."""
+"""Program that runs both scripts in one interpreter, since torch is slow to import."""
 
 
 def test_add_a_model_page_builds_and_generates(tmp_path: Path) -> None:

@@ -359,7 +359,7 @@ def test_top_k_beyond_selected_groups_is_refused() -> None:
     "pair", ["deepseek_v3", pytest.param("kimi_k2", marks=pytest.mark.slow)], indirect=True
 )
 def test_preemption_changes_no_bit(pair) -> None:
-    """Rows are preempted and restored, since the cache holds less than two of them."""
+    """Rows are preempted and restored, since the cache has room for less than two of them."""
     (_, folder, _) = pair
     alone = make_llm(folder)
     expected = [bits(generate_greedy(alone, ids, 40)) for ids in prompts(4, 150)]

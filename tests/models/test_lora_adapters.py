@@ -102,7 +102,7 @@ def test_layers_add_what_peft_adds(folder: Path) -> None:
 
 
 def test_layers_of_ranks_have_the_columns_of_one(folder: Path) -> None:
-    """Of weights of zeros, so that only the adapter counts."""
+    """The weights are zeros, so that only the adapter counts."""
     adapter = LoRAAdapter.read("a", folder)
     x = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
 
@@ -113,11 +113,11 @@ def test_layers_of_ranks_have_the_columns_of_one(folder: Path) -> None:
         ids = step([1, 1, 0])
         return (*layers[0].parts(x, ids), layers[2](x, ids))
 
-    whole = outputs(ALONE)
+    full = outputs(ALONE)
     first, second = run_ranks(2, outputs)
     for part in (0, 1):
-        assert torch.equal(torch.cat([first[part], second[part]], 1), whole[part])
-    assert torch.equal(first[2], whole[2]) and torch.equal(second[2], whole[2])
+        assert torch.equal(torch.cat([first[part], second[part]], 1), full[part])
+    assert torch.equal(first[2], full[2]) and torch.equal(second[2], full[2])
 
 
 def test_only_changed_layers_have_adapters(folder: Path) -> None:

@@ -38,7 +38,7 @@ ONE_LAYER: Base = {"layer_types": ["full_attention"], "num_hidden_layers": 1}
 
 @dataclass(frozen=True)
 class Family:
-    """How a family's files name its module.
+    """Names of a family's module in its files.
 
     target, layer: settings of the model, and of one whose only layer is like the module's.
     centre: mean of norms.

@@ -105,7 +105,7 @@ def test_greedy_tokens_equal_transformers_with_and_without_drafts(pair: Any) -> 
 
 
 def test_block_pattern_equals_block_list() -> None:
-    """As in older files, and as transformers writes it."""
+    """Older files have a pattern, and transformers writes a list."""
     raw: Base = {**NEMOTRON_H, "vocab_size": VOCAB}
     pattern = raw.pop("hybrid_override_pattern")
     read = architecture("nemotron_h").Config.read
@@ -119,7 +119,7 @@ def test_block_pattern_equals_block_list() -> None:
 
 
 def test_older_setting_names_are_read() -> None:
-    """As by transformers; if both names are present, they must agree."""
+    """transformers reads these names too; if both names are present, they must agree."""
     raw: Base = {**NEMOTRON_H, "vocab_size": VOCAB, "time_step_limit": [0.01, 0.5]}
     read = architecture("nemotron_h").Config.read
     later = {

@@ -233,7 +233,7 @@ def test_missing_module_tensor_is_named(target: Target, tmp_path: Path) -> None:
 
 
 def test_mtp_block_list_equals_pattern() -> None:
-    """As transformers writes it; with the default if neither is present."""
+    """transformers writes the list; if neither is present, the default counts."""
     raw = {**NEMOTRON_H, "vocab_size": VOCAB, "num_nextn_predict_layers": 1}
     read = architecture("nemotron_h").Config.read
     plain = read({**raw, "mtp_hybrid_override_pattern": "*E"})
@@ -262,7 +262,7 @@ def test_unsupported_settings_are_refused(changes: dict[str, Any], message: str)
 
 @pytest.mark.slow
 def test_parameters_of_super_mtp_module() -> None:
-    """As released, with the correction bias of its router."""
+    """The released module has these parameters, with the correction bias of its router."""
     raw = {**SUPER, "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
     with FakeTensorMode():
         build = BuildContext("cpu", torch.bfloat16, 1, 64)

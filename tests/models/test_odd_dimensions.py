@@ -61,7 +61,7 @@ CASES: dict[str, tuple[str, Base]] = {
     ),
 }
 QUICK_CASES = ("Llama, 3 of 80, biases", "DeepSeek-V3, 5 of 192 + 64", "Nemotron-H, 7 of 128")
-"""One case of each kind; the others are slow."""
+"""Cases of the default run: one of each kind; the others are slow."""
 
 
 def make_oracle(folder: Path, family: str, base: Base) -> Any:

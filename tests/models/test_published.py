@@ -169,7 +169,7 @@ def test_memory_plan_of_published_size(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SERVED)
 def test_small_dummy_answers(name: str, tmp_path: Path) -> None:
-    """One layer of every kind, with the published heads and weight format."""
+    """Run one layer of every kind, with the published heads and weight format."""
     llm = LLM(
         str(CHECKPOINTS[name].small().write(tmp_path)),
         load_format="dummy",

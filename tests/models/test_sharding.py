@@ -82,7 +82,7 @@ def fill(specs: Specs, tensors: dict[str, Tensor]) -> None:
 
 
 def owned_elements(spec: WeightSpec, tensor: Tensor) -> Tensor:
-    """Return a mask of the elements of the checkpoint's tensor that a rank holds."""
+    """Return a mask of the elements of the checkpoint's tensor that a rank has."""
     mask = torch.zeros(tensor.shape, dtype=torch.bool)
     if spec.shard_axis is None:
         return ~mask
@@ -168,8 +168,9 @@ def test_dummy_weights_of_a_rank_are_slices_of_the_whole(
         whole_parameters = dict(full.named_parameters())
         for n, parameter in model.named_parameters():
             shard = context.shards.get(id(parameter))
-            whole = whole_parameters[n]
-            assert torch.equal(parameter, whole if shard is None else shard.narrow(whole)), n
+            full_weight = whole_parameters[n]
+            expected = full_weight if shard is None else shard.narrow(full_weight)
+            assert torch.equal(parameter, expected), n
 
 
 @pytest.mark.parametrize("limit", [1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14])

@@ -56,12 +56,12 @@ def main() -> int:
         print(line(trial, result), flush=True)
         if args.json is not None:
             write_results(args.json, results, args.seed)
-    found = {trial.fault for trial, result in results if result.case}
+    faults_found = {trial.fault for trial, result in results if result.case}
     ran = {trial.fault for trial, result in results if result.ran}
     for command in dict.fromkeys(trial.command for trial in trials):
         tried = [r for trial, r in results if trial.command == command and r.ran]
         print(f"{command}: {sum(bool(r.case) for r in tried)} of {len(tried)} found")
-    missed = [fault.name for fault in chosen if fault in ran - found]
+    missed = [fault.name for fault in chosen if fault in ran - faults_found]
     print(f"{len(missed)} not found by any command", *missed, sep="\n  ")
     not_run = [fault.name for fault in chosen if fault not in ran]
     print(f"{len(not_run)} not run", *not_run, sep="\n  ")

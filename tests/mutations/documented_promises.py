@@ -129,8 +129,8 @@ FAULTS = (
         "self.arrivals += 1\n"
         "self._enqueue(Entry($request, $seq, ($entry.key[0], self.arrivals)))",
         "tests/scheduling/test_restart.py::test_restarted_request_keeps_its_place_and_its_tokens",
-        "architecture.md: All requests that have or had a row begin again at their place in the "
-        "queue, with their tokens so far as forced tokens.",
+        "architecture.md: All requests that have or had a row begin again at their position in the "
+        "queue. Their tokens so far are forced tokens.",
     ),
     Fault(
         "higher values of priority run first", "scheduler", SCHEDULER, "Scheduler.add",

@@ -196,7 +196,7 @@ def _match_fields(
         return
     ours, theirs = getattr(wanted, name), getattr(node, name)
     if name == "keywords" and isinstance(wanted, ast.Call) and any(map(_is_dots, wanted.args)):
-        # The dots among a call's arguments stand for keywords too.
+        # The dots among a call's arguments match keywords too.
         names_wanted = {keyword.arg for keyword in ours}
         theirs = [keyword for keyword in theirs if keyword.arg in names_wanted]
     for field_match in _match(ours, theirs, match):
@@ -312,7 +312,7 @@ class _Editor:
         start, stop = self._span(old)
         if isinstance(new, ast.stmt):
             text = self._indented([self._written(new)], start)
-            # An `elif` is an if-statement of its own that begins in the middle of that word.
+            # An `elif` is a nested if-statement that begins in the middle of that word.
             return [Edit(start, stop, "el" * self.data.startswith(b"elif", start) + text)]
         text = self._written(new)
         # The parentheses of a call whose only argument is a generator belong to the generator.
@@ -480,10 +480,8 @@ def _report(
         return f"{old!r} matches {len(matches)} places of {where}, not one:\n{listed}"
     kind = type(_wanted(pattern[0])) if pattern else ast.stmt
     code = ast.unparse(pattern[0]).replace(PREFIX, "$") if pattern else ""
-    nodes_by_place = {
-        _first_line(n): n for root in roots for n in ast.walk(root) if type(n) is kind
-    }
-    texts = {place: ast.unparse(node) for place, node in nodes_by_place.items()}
+    nodes_by_line = {_first_line(n): n for root in roots for n in ast.walk(root) if type(n) is kind}
+    texts = {line: ast.unparse(node) for line, node in nodes_by_line.items()}
     ratio = {p: difflib.SequenceMatcher(None, code, t).ratio() for p, t in texts.items()}
     near = "\n".join(sorted(ratio, key=lambda p: -ratio[p])[:MAX_CANDIDATES])
     listed = f" The most similar code there:\n{near}" if near else ""

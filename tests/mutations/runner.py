@@ -71,8 +71,8 @@ def run_trials(
                     waiting.setdefault(trial.without_fault, []).append((trial, result))
                 if trial.without_fault in results_without_fault:
                     without = results_without_fault[trial.without_fault]
-                    for ended, found in waiting.pop(trial.without_fault, []):
-                        yield ended, judged(found, without)
+                    for ended, ended_result in waiting.pop(trial.without_fault, []):
+                        yield ended, judged(ended_result, without)
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -28,7 +28,7 @@ def test_own_server_repeats_its_answers(engine: LLM, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_own_server_has_no_fault() -> None:
-    """All sections; the small model may loop and miss facts, which are warnings."""
+    """Run all sections; the small model may loop and miss facts, which are warnings."""
     limits = Limits(requests=400, seconds=1800, timeout=120, minutes=0.2, context=800)
     with serving(make_engine("mtp", **SETTINGS)) as server:
         report = probe_server(server.url, None, None, limits, tuple(SECTIONS))

@@ -116,7 +116,7 @@ def test_broken_replies_are_named(wrong: str, name: str, monkeypatch: pytest.Mon
     limits = Limits(requests=12, seconds=60, timeout=1, minutes=0, context=None)
     with wrong_server(wrong) as (url, _):
         report = probe(url, "protocol", "stop", limits=limits)
-    assert any(name in found for found in findings(report)), report.verdict
+    assert any(name in finding for finding in findings(report)), report.verdict
 
 
 def test_numbers_without_a_bound_end_no_probe() -> None:

@@ -91,8 +91,8 @@ def test_dynamic_e4m3_checkpoints_may_quantize_activations(name: str) -> None:
         assert weight_format is not None
         quantizes = activations == "fp8"
         assert weight_format.quantizes_activations == quantizes
-        said = any("activations are not rounded" in note for note in weight_format.notes)
-        assert not (said and quantizes)
+        is_noted = any("activations are not rounded" in note for note in weight_format.notes)
+        assert not (is_noted and quantizes)
 
 
 @pytest.mark.parametrize("name", REFUSED)

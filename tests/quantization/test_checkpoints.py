@@ -164,7 +164,7 @@ FP8_ALL = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8
 def test_settings_in_separate_file(
     tmp_path: Path, file: str, settings: dict[str, Any], name: str
 ) -> None:
-    """As older tools write them; config.json has precedence."""
+    """Older tools write such files; config.json has precedence."""
     (tmp_path / file).write_text(json.dumps(settings))
     actual = read_weight_format(Checkpoint(tmp_path, {"model_type": "llama"}).quantization())
     assert actual is not None and actual.name == name

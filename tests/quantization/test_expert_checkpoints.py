@@ -294,7 +294,7 @@ def test_quantized_nemotron_h(tmp_path: Path, name: str) -> None:
 
 
 def test_nemotron_3_with_two_formats(tmp_path: Path) -> None:
-    """As Super: experts in NVFP4, some projections in FP8, the rest dense."""
+    """Nemotron 3 Super has experts in NVFP4, some projections in FP8, and dense layers."""
     raw = {**FAMILIES["nemotron_h"], "vocab_size": VOCAB}
     plain = {n.replace("model.", "backbone."): x for n, x in random_tensors(raw).items()}
     packed: dict[str, Tensor] = {}

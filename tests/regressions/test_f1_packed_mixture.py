@@ -30,7 +30,7 @@ SETTINGS = {
     "desc_act": False,
     "dynamic": EXPERTS_ONLY,
 }
-"""As in released checkpoints: only routed experts are quantized."""
+"""Settings of released checkpoints: only routed experts are quantized."""
 PLAIN = ("embed", "attn", "shared_expert", "mlp.gate", "mtp.", "lm_head")
 SMALL: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 8, "cuda_graph_mode": "full"}
 COUNT = 24

@@ -21,7 +21,7 @@ SETTINGS = {
     "desc_act": False,
     "dynamic": {"lm_head": {}, "-:.*attn.*": {}, "-:.*mtp.*": {}, "-:.*visual.*": {}},
 }
-"""As in released checkpoints of Qwen3.5: only MLPs are quantized."""
+"""Settings of released checkpoints of Qwen3.5: only MLPs are quantized."""
 PLAIN = ("embed", "attn", "mtp.")
 
 

@@ -58,7 +58,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 def test_answers_equal_those_without_drafts(
     cases: dict[str, Case], kind: str, method: str, k: int
 ) -> None:
-    """A long prompt in small chunks beside rows that draft, and all of it again from the cache."""
+    """Run a long prompt in small chunks next to rows that draft, and again from the cache."""
     llm = cases[kind].engine(method, k, max_num_batched_tokens=64)
     assert answers(llm) == cases[kind].plain
     assert answers(llm) == cases[kind].plain

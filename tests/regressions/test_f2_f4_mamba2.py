@@ -63,7 +63,7 @@ def test_accepted_drafts_keep_the_answer(
     k: int,
     flush: int,
 ) -> None:
-    """In windows of one length and of all, beside prompts in chunks; with rare state writes."""
+    """Run windows of one length and of all, next to prompts in chunks, with rare state writes."""
     for user in (mamba2, row_table):
         monkeypatch.setattr(user, "flush_after", lambda device: flush)
     for changing in (False, True):

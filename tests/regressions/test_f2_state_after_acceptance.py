@@ -52,7 +52,7 @@ def test_rare_state_writes_keep_the_answer(
     monkeypatch: pytest.MonkeyPatch,
     flush: int,
 ) -> None:
-    """As on a GPU, the stored state may lack up to `flush` tokens."""
+    """The stored state may lack up to `flush` tokens, as on a GPU."""
     for user in (gated_delta_net, row_table):
         monkeypatch.setattr(user, "flush_after", lambda device: flush)
     llm = make("ngram", 3, known=known)
@@ -101,7 +101,7 @@ def test_stuck_conv_window_is_detected(
     def stuck(
         mixed: Any, z: Any, b: Any, a: Any, w: Any, state: Any, *where: Any, **rest: Any
     ) -> Any:
-        """The inputs before the window are those behind the first accepted token of the last."""
+        """The inputs before the window are those after the first accepted token of the last one."""
         for slot, start, folded in zip(*(x.tolist() for x in where), strict=True):
             length = state.conv.shape[1]
             for i in range(start - w.conv.shape[1] + 1, start):

@@ -17,7 +17,7 @@ from tests.selection import some_slow
 from tests.tiny_model import DEEPSEEK, make_model
 
 SHORT = [[3, 1, 4, 1, 5, i] for i in range(2)]
-"""Prompts for a pool of one page beside the null page, one at a time."""
+"""Prompts for a pool of one page and the null page, one at a time."""
 FEW = replace(PARAMS, max_tokens=6)
 LONG = [[(7 * i + i * i) % 250 for i in range(n)] for n in (250, 5, 65, 130)]
 WINDOW = 4

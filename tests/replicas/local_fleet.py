@@ -1,4 +1,4 @@
-"""Replicas in this process: hosts of ReplicaHost behind the transport, without Ray."""
+"""Replicas in this process: hosts of ReplicaHost with the transport, without Ray."""
 
 import asyncio
 import pickle

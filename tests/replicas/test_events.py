@@ -58,13 +58,13 @@ def test_each_replica_has_a_publisher(num_publishers: int) -> None:
             await replicas.answers(PROMPTS, [GREEDY.clone() for _ in PROMPTS], None)
             routed = [name for _, name in replicas.fleet.routed]
             assert sorted(routed) == ["a", "b"]
-            held = {
+            cached = {
                 members[name].publisher: prompt
                 for name, prompt in zip(routed, PROMPTS, strict=True)
             }
             for publisher in publishers:
                 await until(lambda publisher=publisher: publisher.tokens)
-                assert publisher.tokens == set(held[publisher])  # type: ignore[index]
+                assert publisher.tokens == set(cached[publisher])  # type: ignore[index]
             (leaves,) = [n for n in members if members[n].publisher is publishers[0]]
             (stays,) = members.keys() - {leaves}
             replicas.fleet.kill(leaves)

@@ -37,7 +37,7 @@ PARAMS: list[SamplingParams] = [
 
 @dataclass
 class Replicas:
-    """Two replicas of the bundled model behind one client."""
+    """Two replicas of the bundled model with one client."""
 
     llm: AsyncLLM
     fleet: LocalFleet
@@ -60,7 +60,7 @@ class Replicas:
         return await asyncio.gather(*map(read, prompts, params))
 
     async def until_ready(self) -> None:
-        """Wait until both replicas have told their numerics."""
+        """Wait until both replicas have reported their numerics."""
         while not all(state.numerics for state in self.transport.router._replicas.values()):
             await asyncio.sleep(0.01)
 
@@ -220,7 +220,7 @@ def test_a_request_ends_where_no_replica_has_its_numerics() -> None:
 
 
 def test_a_request_goes_on_with_other_numerics_if_allowed() -> None:
-    """Both replicas compute alike here, so that only the fingerprints differ."""
+    """The replicas compute the same bits here, and only their fingerprints differ."""
 
     async def work() -> tuple[list[RequestOutput], set[str]]:
         numerics = {"a": "ls-one", "b": "ls-two"}
@@ -320,7 +320,7 @@ def test_audits_of_a_lost_replica_count_as_dropped() -> None:
 
 
 def test_a_replica_that_comes_back_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its connection breaks; its engine goes on, and reports its totals since its start."""
+    """The connection breaks; the engine goes on, and reports its totals since its start."""
     monkeypatch.setattr(transport_module, "RECONNECT_SECONDS", 0.01)
     monkeypatch.setattr(host_module, "HEARTBEAT_SECONDS", 0.05)
 

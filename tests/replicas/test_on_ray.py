@@ -107,8 +107,8 @@ def processes(name: bytes) -> list[int]:
 def replica_processes(running: Any) -> list[int]:
     """Return the processes of a server's replicas."""
     application = f"ray::ServeReplica:lockstep-{os.uname().nodename}-{running.pid}:".lower()
-    found = processes(application.replace("ray::servereplica", "ray::ServeReplica").encode())
-    return sorted(found)
+    actors = processes(application.replace("ray::servereplica", "ray::ServeReplica").encode())
+    return sorted(actors)
 
 
 @contextlib.contextmanager
@@ -171,7 +171,7 @@ def test_replicas_follow_the_load(tmp_path: Path) -> None:
 
 
 def test_replicas_publish_their_blocks(tmp_path: Path) -> None:
-    """Each at an endpoint of its own, as data-parallel rank 0 and 1."""
+    """Each replica has an endpoint, as data-parallel rank 0 and 1."""
     zmq = pytest.importorskip("zmq")
     msgspec = pytest.importorskip("msgspec")
     endpoint = f"ipc://{tmp_path}/events"

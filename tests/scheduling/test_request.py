@@ -1,4 +1,4 @@
-"""How a request appends tokens, and why it finishes."""
+"""Tests of a request: appended tokens and finish reasons."""
 
 import pytest
 

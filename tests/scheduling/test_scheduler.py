@@ -458,11 +458,12 @@ def test_sources_of_tokens() -> None:
     assert request.token_sources == ["plain", "draft"], "a token past the end has no source"
 
 
-def forced_results(plan: Schedule, left: dict[int, int]) -> Results:
-    """Return results in which each forced row emits its window. left: tokens by row."""
+def forced_results(plan: Schedule, remaining: dict[int, int]) -> Results:
+    """Return results in which each forced row emits its window. remaining: tokens by row."""
     results = fake_results(plan)
     for row in plan.forced:
-        results.rows[row] = RowResult([5] * min(left[row], 64), num_accepted=min(left[row], 64) - 1)
+        count = min(remaining[row], 64)
+        results.rows[row] = RowResult([5] * count, num_accepted=count - 1)
     return results
 
 
@@ -475,15 +476,15 @@ def test_forced_tokens_take_windows_within_the_budget() -> None:
     plan = sched.schedule()
     assert len(plan.prompt) == 3 and not plan.forced
     sched.update(plan, fake_results(plan))
-    left = {1: 150, 2: 20, 3: 1}
+    remaining = {1: 150, 2: 20, 3: 1}
     lengths = []
     while any(entry.num_forced for entry in sched.running):
         plan = sched.schedule()
         assert set(plan.forced).isdisjoint(plan.decode)
         lengths.append((plan.forced, plan.forced_len, plan.decode))
-        sched.update(plan, forced_results(plan, left))
+        sched.update(plan, forced_results(plan, remaining))
         for row in plan.forced:
-            left[row] -= min(left[row], 64)
+            remaining[row] -= min(remaining[row], 64)
     assert lengths == [([1, 2], 64, [3]), ([1], 64, [2, 3]), ([1], 64, [2, 3])]
     by_name = {entry.request.id: entry.request for entry in sched.running}
     assert by_name["a"].token_sources.count("forced") == 150

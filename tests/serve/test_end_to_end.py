@@ -44,7 +44,7 @@ def stack() -> Iterator[SimpleNamespace]:
 
 @pytest.fixture
 def server(stack: SimpleNamespace) -> Iterator[SimpleNamespace]:
-    """Yield the server; assert afterwards that it is alive and holds no request."""
+    """Yield the server; assert afterwards that it is alive and has no request."""
     yield stack
     wait_until(lambda: not stack.llm.engine.scheduler.entries)
     assert stack.engine.is_alive and stack.http.get("/health").text == "ok"

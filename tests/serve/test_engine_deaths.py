@@ -52,7 +52,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def request_of(number: int) -> tuple[str, dict[str, Any]]:
-    """Return the path and the body of a request; all kinds come in turn."""
+    """Return the path and the body of a request; all kinds alternate."""
     path, body = REQUESTS[number % len(REQUESTS)]
     seeded = path.startswith(("/v1/completions", "/v1/chat"))
     return path, {**body, "model": "lockstep", **({"seed": number} if seeded else GREEDY)}
@@ -168,7 +168,7 @@ def assert_equal(actual: Sequence[tuple[int, Any]], expected: dict[int, Any]) ->
 
 
 def test_answers_survive_the_death_of_their_engine(tmp_path: Path) -> None:
-    """One kill while one request of each kind runs."""
+    """Kill the engine once, while one request of each kind runs."""
     path = tmp_path / "s"
     numbers = range(len(REQUESTS))
     with served(path, *OPTIONS, code=SERVER) as (running, client):
@@ -178,9 +178,9 @@ def test_answers_survive_the_death_of_their_engine(tmp_path: Path) -> None:
         before = counters(client)
 
         async def killed() -> Any:
-            asked = asyncio.create_task(answers(path, numbers, len(numbers)))
+            task = asyncio.create_task(answers(path, numbers, len(numbers)))
             await asyncio.to_thread(kill, running, client, signal.SIGKILL, 0)
-            return await asked
+            return await task
 
         assert_equal(asyncio.run(killed()), expected)
         time.sleep(0.6)  # two heartbeats
@@ -210,14 +210,14 @@ def test_thousand_requests_while_the_engine_is_killed_every_five_seconds(tmp_pat
         arrivals: list[float] = []
 
         async def killed() -> Any:
-            asked = asyncio.create_task(answers(path, numbers, 50, 120, arrivals))
+            task = asyncio.create_task(answers(path, numbers, 50, 120, arrivals))
             begun = time.monotonic()
             while time.monotonic() < begun + 120:
                 due = time.monotonic() + KILL_SECONDS
                 way = WAYS[len(deaths) % len(WAYS)]
                 deaths.append((way, await asyncio.to_thread(kill, running, client, way, 0.5)))
                 await asyncio.sleep(max(due - time.monotonic(), 0))
-            return await asked
+            return await task
 
         begun = time.monotonic()
         actual = asyncio.run(killed())

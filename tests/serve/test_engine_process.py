@@ -20,7 +20,7 @@ RUNS = {**LONG, "max_tokens": 300, "logprobs": 1, "seed": 3, "temperature": 1.0}
 SHORT = {"prompt": "def read(path):", "max_tokens": 30, "seed": 5, "temperature": 1.0}
 HELD = {**SHORT, "structured_outputs": {"regex": "[a-f]{8}"}}
 BEHIND = {**SHORT, "structured_outputs": {"regex": "[g-k]{8}"}}
-"""Its grammar is compiled once the previous one has a row, since there is one row."""
+"""Request whose grammar is compiled once the previous one has a row, since there is one row."""
 
 
 @pytest.fixture
@@ -69,8 +69,8 @@ def wait_until(condition: Any) -> None:
 
 @pytest.mark.slow
 def test_killed_engine_restarts_and_interrupt_ends_gracefully(server: Any) -> None:
-    """All requests get the same answers as without the restart, those that arrive during it too.
-    Then Ctrl-C lets answers finish."""
+    """Requests, also those that arrive during the restart, get the same answers as without it. Then
+    Ctrl-C lets answers finish."""
     running, client = server
     bodies = (SHORT, HELD, BEHIND)
     expected = [completion_text(client, body) for body in bodies]
@@ -147,7 +147,7 @@ def test_engine_ends_with_its_server(server: Any) -> None:
 
 @pytest.mark.slow
 def test_sigterm_finishes_accepted_requests(server: Any) -> None:
-    """One request runs and others wait. All are answered before the server ends."""
+    """The running request and the waiting ones are answered before the server ends."""
     running, client = server
     bodies = [{**SHORT, "max_tokens": 120, "ignore_eos": True, "seed": seed} for seed in range(6)]
     with ThreadPoolExecutor(len(bodies)) as pool:

@@ -35,7 +35,7 @@ def stack() -> Iterator[SimpleNamespace]:
 
 @pytest.fixture
 def server(stack: SimpleNamespace) -> Iterator[SimpleNamespace]:
-    """Yield the server; assert afterwards that it holds no request."""
+    """Yield the server; assert afterwards that it has no request."""
     yield stack
     wait_until(lambda: not stack.llm.engine.scheduler.entries)
 

@@ -1,4 +1,4 @@
-"""Many concurrent streams: each is complete, and no resource leaks."""
+"""Tests of concurrent streams: each is complete, and no resource leaks."""
 
 import asyncio
 import contextlib

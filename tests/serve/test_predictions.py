@@ -22,7 +22,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
 
 
 def test_prediction_changes_counts_and_no_answer(server: SimpleNamespace) -> None:
-    whole: Any = {"max_tokens": LENGTH, "extra_body": {"ignore_eos": True}}
+    options: Any = {"max_tokens": LENGTH, "extra_body": {"ignore_eos": True}}
     unspeculated = {"ignore_eos": True, "speculate": False}
     plain = chat(server, MESSAGES, max_tokens=LENGTH, extra_body=unspeculated)
     text = plain.choices[0].message.content
@@ -34,7 +34,7 @@ def test_prediction_changes_counts_and_no_answer(server: SimpleNamespace) -> Non
             server,
             MESSAGES,
             prediction={"type": "content", "content": content},
-            **whole,
+            **options,
         )
         assert done.choices[0].message.content == text
         details = done.usage.completion_tokens_details
@@ -48,7 +48,7 @@ def test_prediction_changes_counts_and_no_answer(server: SimpleNamespace) -> Non
         server,
         MESSAGES,
         prediction={"type": "content", "content": "Nothing of this is in the answer."},
-        **whole,
+        **options,
         stream=True,
         stream_options={"include_usage": True},
     )

@@ -65,7 +65,7 @@ CHATS = {
     ),
 }
 DEFAULT_CHATS = ("defaults", "max_tokens over max_new_tokens", "stop", "n", "calls", "continued")
-"""One of each group that takes its own way: sampling fields, stops, choices, tools, templates."""
+"""Cases of the default run, one per group: sampling fields, stops, choices, tools, templates."""
 TEXTS: dict[str, dict[str, Any]] = {
     "defaults": {"seed": 1},
     "greedy": {"seed": 1, "temperature": 0, "max_tokens": 20},

@@ -135,7 +135,7 @@ def process(tmp_path: Path):
 
 
 def test_spans_json_logs_and_sigterm(process: Any):
-    """One server with its engine in a process serves all three checks."""
+    """Use one server with its engine in a process for all three checks."""
     options = ["--shutdown-timeout", "3", "--api-key", "secret", "--no-playground"]
     options += ["--enable-log-requests", "--log-format", "json"]
     body = {"prompt": "def read(path):", "max_tokens": 12, "ignore_eos": True, "temperature": 0}

@@ -198,7 +198,7 @@ async def expected_answers(server: Server) -> list[Any]:
 
 
 def test_answers_survive_the_death_of_their_server(tmp_path: Path) -> None:
-    """One kill in the middle of one stream of each kind, and one while nothing has begun."""
+    """Kill the server in the middle of one stream of each kind, and before any stream begins."""
     with started(tmp_path) as server:
 
         async def work() -> None:

@@ -89,7 +89,7 @@ def test_drafts_equal_the_draft_models_greedy_answer(
 
 
 def test_model_as_its_own_draft_has_no_rejections(target: Path) -> None:
-    """All drafts are accepted, also after a prompt with a prefix hit."""
+    """The target accepts every draft, also after a prompt with a prefix hit."""
     llm = make_engine(target, target)
     longer = SamplingParams(temperature=0, max_tokens=26, ignore_eos=True, detokenize=False)
     for _ in range(2):

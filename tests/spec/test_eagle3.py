@@ -258,7 +258,7 @@ def test_head_and_embedding_are_own_or_shared(
 
 
 def test_reduced_tied_head_uses_its_file(targets: dict[str, Any], tmp_path: Path) -> None:
-    """As SpecForge's for Qwen3-4B, whose settings are copied from its target: a reduced head is no
+    """SpecForge's head for Qwen3-4B has the settings of its target, but its reduced lm_head is no
     copy of an embedding."""
     folder, _ = targets["Qwen3"]
     make_head(tmp_path / "apart", VOCAB, HIDDEN)

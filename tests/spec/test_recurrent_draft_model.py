@@ -108,7 +108,7 @@ def test_recurrent_drafts_equal_its_own_answers(
 def test_flush_interval_changes_no_draft_with_16_bit_state(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether replayed or read, the state is rounded at the same positions."""
+    """The state is rounded at the same positions, whether it is replayed or read."""
     actual = []
     for flush in (1, 5):
         for user in (row_table, gated_delta_net, mamba2):
@@ -126,7 +126,7 @@ def test_flush_interval_changes_no_draft_with_16_bit_state(
 def test_recurrent_draft_of_dense_target(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its rows still have slots and snapshots; a prefix hit requires both models to resume."""
+    """The target's rows have slots and snapshots; a prefix hit requires both models to resume."""
     monkeypatch.setattr(nemotron_h.Model, "snapshot_every", 1)
     target = make_model(tmp_path, LLAMA)
     seen = RecordedDrafts(create)

@@ -157,9 +157,9 @@ class Walk:
         self.state[line.slot] = torch.tensor([line.computed, sum(prompt[: line.computed])])
         self.lines.append(line)
 
-    def forced_tokens(self, most: int) -> list[int]:
-        """Return up to `most` random tokens."""
-        return self.draw.choices(range(VOCAB), k=self.draw.randint(0, most))
+    def forced_tokens(self, limit: int) -> list[int]:
+        """Return up to `limit` random tokens."""
+        return self.draw.choices(range(VOCAB), k=self.draw.randint(0, limit))
 
     def chunk(self) -> None:
         """Run a prompt step: ragged chunks of the rows in their prompts."""

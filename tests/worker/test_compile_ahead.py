@@ -115,7 +115,7 @@ def test_error_of_the_compiler_names_its_kernel_and_ends_no_other(tmp_path: Path
 
 
 def test_errors_of_many_kernels_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than a pipe holds while nobody reads it."""
+    """The errors are more than an unread pipe can buffer."""
     monkeypatch.setattr("lockstep.worker.compile_ahead.STALL_SECONDS", 1.0)
     works = [Work(f"kernel_{i:0200d}", Path(), "raises") for i in range(1000)]
     errors, _ = run(works)
@@ -197,7 +197,7 @@ def mark(model: Path, draft: Path | None = None) -> compile_ahead.CompiledMark:
 def test_engine_starts_in_a_process_that_may_have_no_children(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a daemonic worker of a task queue."""
+    """A daemonic worker of a task queue is such a process."""
     work = Work("kernel", empty_cache / "kernel")
     monkeypatch.setattr(compile_ahead, "record_kernels", lambda *arguments: [work])
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
@@ -210,7 +210,7 @@ def test_engine_starts_in_a_process_that_may_have_no_children(
 def test_engine_starts_where_kernels_cannot_be_recorded(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As with a release of Triton whose functions have other arguments."""
+    """A release of Triton may have functions with other arguments."""
 
     def record(*arguments: object) -> None:
         raise TypeError("record() takes 4 arguments")

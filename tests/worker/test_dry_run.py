@@ -22,7 +22,13 @@ from lockstep.kernels.backends import load as load_backends
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.scheduling.chunks import FORCED_WINDOWS
 from lockstep.worker.build import sized, step_limits
-from lockstep.worker.dry_run import BLOCK_BYTES, AllocationCounter, _indexed, allocated
+from lockstep.worker.dry_run import (
+    BLOCK_BYTES,
+    AllocationCounter,
+    _indexed,
+    _WithoutDevice,
+    allocated,
+)
 from lockstep.worker.memory_estimate import DryEngine, graph_bytes
 from tests.tiny_model import make_model
 
@@ -63,6 +69,15 @@ def test_allocated_counts_returned_tensors() -> None:
 def test_indexing_without_device_equals_torch(index: Any) -> None:
     x = torch.arange(5 * 3 * 4).view(5, 3, 4)
     assert torch.equal(_indexed(x, index), x[index])
+
+
+def test_views_have_the_alignment_that_they_have_on_a_gpu() -> None:
+    """Kernels are specialized on it: a view of a fused projection may begin at any element."""
+    rows = torch.empty(4, 1030, dtype=torch.bfloat16, device="meta")
+    with _WithoutDevice():
+        assert rows.data_ptr() % BLOCK_BYTES == 0
+        assert rows[:, 1024:].data_ptr() % 16 == 0
+        assert rows[:, 1027:].data_ptr() % 16 == 6
 
 
 def test_assumed_architecture_replaces_gpu_queries() -> None:

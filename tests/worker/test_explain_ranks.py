@@ -75,11 +75,11 @@ def test_costs_count_the_exchanges_of_a_step(
 
 
 def test_floor_adds_exchanges_to_the_time_of_a_rank() -> None:
-    whole = dry_engine(None, 1).costs
+    one_rank = dry_engine(None, 1).costs
     rank = dry_engine(None, 2).costs
-    assert whole.step(8, 2, 100).exchanged == Exchanged()
+    assert one_rank.step(8, 2, 100).exchanged == Exchanged()
     step = rank.step(8, 2, 100)
-    assert step.verify.total.bytes < 0.6 * whole.step(8, 2, 100).verify.total.bytes
+    assert step.verify.total.bytes < 0.6 * one_rank.step(8, 2, 100).verify.total.bytes
     push = EXCHANGE_RATES["push"]
     expected = 1e3 * push.seconds(step.exchanged.count, step.exchanged.bytes)
     assert step.ms - step.verify.device_ms - step.drafts.device_ms == pytest.approx(expected)

@@ -52,7 +52,7 @@ SECONDS = 60.0
 
 
 def free_port() -> int:
-    """Return a port on which nobody listens."""
+    """Return a port on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -152,7 +152,7 @@ def own_function(worker: Worker) -> None:
     ],
 )
 def test_nodes_with_other_settings_are_refused(settings: dict[str, Any], expected: str) -> None:
-    """Both sides say so, and neither waits."""
+    """The head and the node report it, and neither waits."""
     port = free_port()
     other = NodeThread(node_config(port, **settings))
     with pytest.raises(ConfigError, match=expected):
@@ -202,7 +202,7 @@ def test_draft_models_are_compared_by_their_contents(tmp_path: Path) -> None:
 
 
 def test_adapters_are_compared_by_their_contents(plain: LLM, tmp_path: Path) -> None:
-    """Another order counts as well: rows name adapters by their numbers."""
+    """A different order is refused as well, since rows name adapters by their numbers."""
     model = executor_of(plain.engine).worker.model
     folders = [write_random_adapter(model, tmp_path / f"a{i}", seed=i % 2) for i in range(3)]
     first, second, moved = map(str, folders)
@@ -515,7 +515,7 @@ def test_a_long_error_of_a_rank_is_cut() -> None:
     assert len(data) < node_link.MAX_REPORT_BYTES
 
 
-# Whole command lines, each node a process of its own.
+# Whole command lines, with a process per node.
 
 
 def start_node(port: int, node_rank: int, nodes: int, *options: str) -> subprocess.Popen[str]:
@@ -550,7 +550,7 @@ def group_is_gone(process: subprocess.Popen[str]) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    """Wait until a condition holds."""
+    """Wait until a condition is true."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "in time"

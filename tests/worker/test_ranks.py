@@ -34,9 +34,9 @@ SHARED_MEMORY = Path("/dev/shm")
 
 def processes(llm: LLM) -> list[multiprocessing.process.BaseProcess]:
     """Return the processes of the other ranks."""
-    others = executor_of(llm.engine).peers
-    assert isinstance(others, ranks.PeerRanks)
-    return list(others._running.hosts[0].processes)
+    peers = executor_of(llm.engine).peers
+    assert isinstance(peers, ranks.PeerRanks)
+    return list(peers._running.hosts[0].processes)
 
 
 def wait_until_ended(llm: LLM) -> None:
@@ -62,10 +62,10 @@ def memory_files() -> Iterator[None]:
         return
     before = set(SHARED_MEMORY.glob("psm_*"))
     yield
-    left = set(SHARED_MEMORY.glob("psm_*")) - before
+    remaining = set(SHARED_MEMORY.glob("psm_*")) - before
     deadline = time.monotonic() + 60
-    while any(path.exists() for path in left):
-        assert time.monotonic() < deadline, left
+    while any(path.exists() for path in remaining):
+        assert time.monotonic() < deadline, remaining
         time.sleep(0.05)
 
 
@@ -188,6 +188,6 @@ def test_refused_sizes_leave_no_process(memory_files: None) -> None:
 
 def test_the_end_of_an_engine_ends_its_ranks(memory_files: None) -> None:
     llm = make_engine(None, tensor_parallel_size=2)
-    found = processes(llm)
+    children = processes(llm)
     executor_of(llm.engine).peers.close()
-    assert [process.exitcode for process in found] == [0]
+    assert [process.exitcode for process in children] == [0]

@@ -42,7 +42,7 @@ def fill(parts: Sequence[Tensor], unit: int) -> None:
 
 
 class Walk:
-    """Pages and slots of a device, host memory, and a dict of what each host location holds.
+    """Pages and slots of a device, host memory, and a dict of the contents of each host location.
 
     pause: called between the moves.
     """

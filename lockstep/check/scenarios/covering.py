@@ -337,7 +337,7 @@ class CoveringPlan:
         engine, scenario = planned
         self._scenarios.append(scenario)
         for _ in range(self.per_engine - 1):
-            # A tuple that this engine cannot have is tried again with an engine of its own. The
+            # A tuple that this engine cannot have is tried again with a separate engine. The
             # engine still gets all of its scenarios, since shards count them.
             scenario = self._scenario(engine, array.next_tuple(engine)) or scenario
             self._scenarios.append(scenario)

@@ -21,15 +21,19 @@ A value that asks for what Lockstep does anyway is accepted silently for any fla
 dashes, and `--flag=value` equals `--flag value`; `--no-flag` turns a switch off. Sizes may be `8k`
 (8,000) or `8K` (8,192), and memory sizes `24G`, `24GiB`, `24GB` or `25.3e9`. A flag that takes JSON
 also takes a single key: `-cc.cudagraph_mode=NONE`. `--config file.yaml` has flags by their names
-without dashes, such as `max-model-len: 8192`, in at most 65,536 characters of plain values, without
-aliases and tags; the command line overrides it. A misspelt flag is an error that names the nearest
-one. All commands that load a model accept the flags whose settings they have.
+without dashes, such as `max-model-len: 8192`. The file has at most 65,536 characters of plain
+values, without aliases and tags. The command line overrides it. A misspelt flag is an error that
+names the nearest one. All commands that load a model accept the flags whose settings they have.
 
-Defaults that differ: `--host` is 127.0.0.1; `--max-num-seqs` depends on the GPU's memory,
-256 where it fits, and is 16 on a CPU; `--max-num-batched-tokens` is 2,048, or fewer where memory is
-short ([how](models.md#how-memory-is-planned)); a checkpoint's draft module is used unless
-`--speculative-config none` is set; with a key (`--api-key`), every endpoint needs it, including
-`/metrics`, except `/health`, `/ping` and the playground's page.
+These defaults differ from vLLM's:
+
+- `--host` is 127.0.0.1.
+- `--max-num-seqs` depends on the GPU's memory, 256 where it fits, and is 16 on a CPU.
+- `--max-num-batched-tokens` is 2,048, or fewer where memory is short
+  ([how](models.md#how-memory-is-planned)).
+- A checkpoint's draft module is used unless `--speculative-config none` is set.
+- With a key (`--api-key`), every endpoint needs it, including `/metrics`. Exceptions are `/health`,
+  `/ping` and the playground's page.
 """
 
 

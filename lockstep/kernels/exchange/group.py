@@ -90,7 +90,7 @@ class GlooGroup(RankGroup):
             create.create_device(hostname=address) if address else create.create_default_device()
         ]
         self._closed = threading.Event()
-        # A process group of its own, so that several engines can live in one process.
+        # A separate process group, so that several engines can live in one process.
         self._group = dist.ProcessGroupGloo(store, index, size, options)
 
     def all_gather(self, local: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ class PeerMemory:
         if index == 0:
             store.set("peers-name", f"lockstep-{uuid4().hex}")
         self._name = store.get("peers-name").decode()
-        # The group holds its store in C++ only; the methods of the class need the Python object.
+        # The group keeps its store in C++ only; the methods of the class need the Python object.
         self._store = RendezvousStore(dist.PrefixStore("peers", store))
         self._named = dist.ProcessGroup(self._store, index, size)
         _register_process_group(self._name, self._named)

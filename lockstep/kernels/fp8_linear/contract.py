@@ -69,8 +69,8 @@ def fp8_linear(
     Activations have one scale per row or per block of 128 columns, like the weight.
 
         block of 128 columns: d = sum of code * code, on a CPU exact and rounded once to fp32
-        a scale per row:      partition = ((d0 + d1) + d2 ...) * x_scale * w_scale
-        a scale per block:    partition = d0 * x_scale * w_scale + d1 * x_scale * w_scale ...
+        a scale per row:      partition = ((d0 + d1) + d2 ...) * (x_scale * w_scale)
+        a scale per block:    partition = d0 * (x_scale * w_scale) + d1 * (x_scale * w_scale) ...
         y:                    partitions added pairwise, as a binary tree; rounded once
 
     All of it is fp32, from left to right, without FMA, and blocks are in ascending order. On a GPU
@@ -102,9 +102,9 @@ def fp8_linear(
             d = (x_values[:, columns] @ w_values[:, columns].t()).float()
             if weight.block_k < k:
                 index = begin // K_BLOCK
-                d = d * x_scales[:, index, None] * w_scales[:, index]
+                d = d * (x_scales[:, index, None] * w_scales[:, index])
             partition = partition + d
         if weight.block_k >= k:
-            partition = partition * x_scales * w_scales[:, 0]
+            partition = partition * (x_scales * w_scales[:, 0])
         partials.append(partition)
     return write_out(tree_sum(partials).to(x.dtype), out)

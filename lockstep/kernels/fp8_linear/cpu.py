@@ -56,13 +56,13 @@ class WideFp8Weight(PrepackedWeight):
         sums = torch.bmm(_blocks_of(codes), self.blocks).float()
         by_block = weight.block_k < weight.k
         if by_block:
-            sums = sums * x_scales.t()[:, :, None] * self.scales.t()[:, None]
+            sums = sums * (x_scales.t()[:, :, None] * self.scales.t()[:, None])
         partials = []
         for part in sums.split(-(-partition_length(weight.k, self.split_k) // K_BLOCK)):
             total = torch.zeros(sums.shape[1:])
             for block in part:
                 total += block
-            partials.append(total if by_block else total * x_scales * self.scales[:, 0])
+            partials.append(total if by_block else total * (x_scales * self.scales[:, 0]))
         return tree_sum(partials)
 
 

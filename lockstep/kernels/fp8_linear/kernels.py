@@ -14,17 +14,23 @@ from lockstep.kernels.fp8_linear import contract
 
 K_BLOCK = tl.constexpr(WORD_COLUMNS)
 """Columns of a block: one chain of FP8 products, and the columns that words interleave."""
+WORDS = tl.constexpr(WORD_COLUMNS // 4)
+"""Words of a block."""
 MAX_E4M3 = tl.constexpr(quantize.MAX_E4M3)
 MIN_SCALE = tl.constexpr(contract.MIN_SCALE)
+TINY_SCALE = tl.constexpr(2.0**-60)
+SCALE_FACTOR = tl.constexpr(2.0**64)
 
 
 @triton.jit
-def stored_columns(first, BLOCKS: tl.constexpr):
-    """Return the columns [BLOCKS, 128] of codes, in the order of word_order.py with 8 bits."""
-    byte = tl.arange(0, K_BLOCK)
-    # byte = 32 q + 4 w' + 2 j + e, column = 16 w' + 8 e + 2 q + j
-    column = 16 * (byte // 4 % 8) + 8 * (byte % 2) + 2 * (byte // 32) + byte // 2 % 2
-    return first + K_BLOCK * tl.arange(0, BLOCKS)[:, None] + column[None, :]
+def pack(codes, BLOCKS: tl.constexpr):
+    """Pack codes [BLOCKS, 128] into words [BLOCKS, 32] int32 in the order of word_order.py."""
+    # The code of column 16 w' + 8 e + 2 q + j becomes byte 2 j + e of word 8 q + w'.
+    column = tl.arange(0, K_BLOCK)
+    shifted = codes.to(tl.int32) << (16 * (column % 2) + 8 * (column // 8 % 2))[None, :]
+    parts = tl.reshape(shifted, (BLOCKS, 8, 2, 4, 2))
+    words = tl.sum(tl.sum(parts, 4), 2)
+    return tl.reshape(tl.permute(words, (0, 2, 1)), (BLOCKS, WORDS))
 
 
 @triton.jit
@@ -42,51 +48,84 @@ def scale_of(max_bits):
 
 
 @triton.jit
-def codes_of(x, scale, in_row):
-    """Return the codes of x / scale as uint8; 0 past the end of the row."""
-    scaled = tl.div_rn(x, tl.zeros_like(x) + scale)
-    codes = round_to_fp8(scaled, scaled, 3, 7, MAX_E4M3_BITS)
+def divide(x, scale):
+    """Return x / scale, correctly rounded where it is 2^-40 or more, in six instructions.
+
+    Each of two Newton steps adds the remainder times the reciprocal. A correctly rounded reciprocal
+    and a quotient that is off by less than two units in the last place give the correctly rounded
+    one (Markstein 1990). The remainder is exact, since tiny numbers are taken 2^64 times larger.
+    """
+    factor = tl.where(scale < TINY_SCALE, SCALE_FACTOR, 1.0)
+    # An infinite scale divides finite numbers into 0 and infinite ones into NaN.
+    finite = scale < float("inf")
+    divisor = tl.where(finite | (scale != scale), scale * factor, 0.0)
+    inverse = tl.where(divisor == 0.0, 0.0, tl.div_rn(tl.zeros_like(divisor) + 1.0, divisor))
+    x = x * factor
+    divisor = tl.zeros_like(x) + divisor
+    inverse = tl.zeros_like(x) + inverse
+    quotient = x * inverse
+    quotient = tl.fma(tl.fma(-quotient, divisor, x), inverse, quotient)
+    return tl.fma(tl.fma(-quotient, divisor, x), inverse, quotient)
+
+
+@triton.jit
+def codes_of(x, scale, in_row, NATIVE: tl.constexpr):
+    """Return the codes of x / scale as uint8; 0 past the end of the row.
+
+    NATIVE: the GPU converts to e4m3; numbers above 448 become 448, and each NaN becomes NAN_CODE.
+    """
+    if NATIVE:
+        codes = divide(x, scale).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        scaled = tl.div_rn(x, tl.zeros_like(x) + scale)
+        codes = round_to_fp8(scaled, scaled, 3, 7, MAX_E4M3_BITS)
     # 0 / NaN is NaN.
     return tl.where(in_row, codes, 0).to(tl.uint8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def quantize_rows_kernel(
-    x_ptr, codes_ptr, scales_ptr, K, padded_k, x_stride, groups,
-    BY_BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    x_ptr, words_ptr, scales_ptr, K, padded_words, x_stride, groups, scale_stride,
+    BY_BLOCK: tl.constexpr, BLOCKS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Quantize one row, or BLOCKS blocks of it.
 
-    codes_ptr: bytes [T, padded_k]. BY_BLOCK: there is a scale per 128 columns, and CTA (row, part)
-    takes BLOCKS of them. Otherwise there is one scale per row, and CTA (row, 0) takes the whole
-    row. A maximum is exact, so neither BLOCKS nor the warps change a bit.
+    BY_BLOCK: there is a scale per 128 columns, and CTA (row, part) takes BLOCKS of them. Otherwise
+    there is one scale per row, and CTA (row, 0) takes the whole row. A maximum is exact, so neither
+    BLOCKS nor the warps change a bit.
+
+    words_ptr: [T, padded_words] int32. scales_ptr: [groups, T], groups scale_stride apart.
     """
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
-    codes_ptr += row * padded_k
+    words_ptr += row * padded_words
+    scales_ptr += row
     positions = K_BLOCK * tl.arange(0, BLOCKS)[:, None] + tl.arange(0, K_BLOCK)[None, :]
+    word_positions = WORDS * tl.arange(0, BLOCKS)[:, None] + tl.arange(0, WORDS)[None, :]
     if BY_BLOCK:
         first = tl.program_id(1) * BLOCKS * K_BLOCK
-        columns = stored_columns(first, BLOCKS)
+        columns = first + positions
         x = tl.load(x_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
         scale = scale_of(tl.max(magnitude_bits(x), 1))[:, None]
-        codes = codes_of(x, scale, columns < K)
-        tl.store(codes_ptr + first + positions, codes, mask=first + positions < padded_k)
+        codes = codes_of(x, scale, columns < K, NATIVE)
+        words = first // 4 + word_positions
+        tl.store(words_ptr + words, pack(codes, BLOCKS), mask=words < padded_words)
         group = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
-        tl.store(scales_ptr + row * groups + group, scale, mask=group < groups)
+        tl.store(scales_ptr + group * scale_stride, scale, mask=group < groups)
     else:
         max_bits = tl.zeros((BLOCKS, K_BLOCK), tl.int32)
-        for first in range(0, padded_k, BLOCKS * K_BLOCK):
-            columns = stored_columns(first, BLOCKS)
+        for first in range(0, K, BLOCKS * K_BLOCK):
+            columns = first + positions
             x = tl.load(x_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
             max_bits = tl.maximum(max_bits, magnitude_bits(x))
         scale = scale_of(tl.max(tl.max(max_bits, 1), 0))
-        tl.store(scales_ptr + row, scale)
-        for first in range(0, padded_k, BLOCKS * K_BLOCK):
-            columns = stored_columns(first, BLOCKS)
+        tl.store(scales_ptr, scale)
+        for first in range(0, K, BLOCKS * K_BLOCK):
+            columns = first + positions
             x = tl.load(x_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
-            codes = codes_of(x, scale, columns < K)
-            tl.store(codes_ptr + first + positions, codes, mask=first + positions < padded_k)
+            codes = codes_of(x, scale, columns < K, NATIVE)
+            words = first // 4 + word_positions
+            tl.store(words_ptr + words, pack(codes, BLOCKS), mask=words < padded_words)
 
 
 @triton.jit
@@ -97,13 +136,14 @@ def _to_operand(codes, NATIVE: tl.constexpr):
 
 @triton.jit
 def _accumulate(
-    begin, end, x_ptrs, w_ptrs, x_scale_ptrs, w_scale_ptrs, row_mask,
+    begin, end, x_ptrs, w_ptrs, x_scale_ptrs, w_scale_ptrs, x_scale_stride, row_mask,
     BY_BLOCK: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Accumulate one split-K partition in blocks of 128 columns: ([BLOCK_N, BLOCK_M] fp32,).
 
     x_ptrs [BLOCK_M, 128] and w_ptrs [BLOCK_N, 128]: codes at column 0. x_scale_ptrs [1, BLOCK_M]
-    and w_scale_ptrs [BLOCK_N, 1]: scales of the first block. row_mask [BLOCK_M]: rows in range.
+    and w_scale_ptrs [BLOCK_N, 1]: scales of the first block; those of x are x_scale_stride apart.
+    row_mask [BLOCK_M]: rows in range.
     """
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for k in range(begin, end, K_BLOCK):
@@ -115,19 +155,21 @@ def _accumulate(
         # wgmma, and keeps the compiler from folding the addition into the product.
         block = tl.dot(w_tile, x_tile.T, max_num_imprecise_acc=K_BLOCK)
         if BY_BLOCK:
-            x_scale = tl.load(x_scale_ptrs + k // K_BLOCK, mask=row_mask[None, :], other=0.0)
-            block = block * x_scale * tl.load(w_scale_ptrs + k // K_BLOCK)
+            group = k // K_BLOCK
+            x_scales = x_scale_ptrs + group * x_scale_stride
+            x_scale = tl.load(x_scales, mask=row_mask[None, :], other=0.0)
+            block = block * (x_scale * tl.load(w_scale_ptrs + group))
         acc += block
     if not BY_BLOCK:
         x_scale = tl.load(x_scale_ptrs, mask=row_mask[None, :], other=0.0)
-        acc = acc * x_scale * tl.load(w_scale_ptrs)
+        acc = acc * (x_scale * tl.load(w_scale_ptrs))
     return (acc,)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "x_scale_stride"])
 def fp8_gemm_kernel(
     x_ptr, w_ptr, x_scales_ptr, w_scales_ptr, out_ptr, tokens, N, K, length, padded_k,
-    first_row, x_groups, w_groups, out_stride,
+    first_row, x_scale_stride, w_scale_stride, out_stride,
     COUNT: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, BY_BLOCK: tl.constexpr,
     NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -138,7 +180,8 @@ def fp8_gemm_kernel(
 
     Args:
         x_ptr, w_ptr: codes [tokens, padded_k] and [N, padded_k]: e4m3 with NATIVE, else bytes.
-        x_scales_ptr, w_scales_ptr: [tokens, x_groups] and [R, w_groups].
+        x_scales_ptr: [groups, tokens], groups x_scale_stride apart.
+        w_scales_ptr: [R, groups], rows w_scale_stride apart.
         first_row: position of the weight's row 0 in its block of SCALE_ROWS rows.
         COUNT: split-K partitions of `length` columns that this CTA adds up.
     """
@@ -152,11 +195,12 @@ def fp8_gemm_kernel(
     byte = tl.arange(0, K_BLOCK)[None, :]
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * padded_k + byte
     w_ptrs = w_ptr + rows[:, None] * padded_k + byte
-    x_scale_ptrs = x_scales_ptr + m[None, :] * x_groups
-    w_scale_ptrs = w_scales_ptr + ((rows + first_row) // SCALE_ROWS)[:, None] * w_groups
+    x_scale_ptrs = x_scales_ptr + m[None, :]
+    w_scale_ptrs = w_scales_ptr + ((rows + first_row) // SCALE_ROWS)[:, None] * w_scale_stride
     (acc,) = reduce_partitions(
         _accumulate,
-        (x_ptrs, w_ptrs, x_scale_ptrs, w_scale_ptrs, row_mask, BY_BLOCK, NATIVE, BLOCK_M, BLOCK_N),
+        (x_ptrs, w_ptrs, x_scale_ptrs, w_scale_ptrs, x_scale_stride, row_mask, BY_BLOCK, NATIVE,
+         BLOCK_M, BLOCK_N),
         part * COUNT * length, length, K, COUNT,
     )  # fmt: skip
     out_ptr += part.to(tl.int64) * tokens * N + m.to(tl.int64)[:, None] * out_stride + n[None, :]

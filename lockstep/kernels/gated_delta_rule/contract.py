@@ -69,7 +69,7 @@ def gated_delta_step(
     mixed [S, Q, C], z [S, Q, HV, V], b, a [S, Q, HV]: raw projections.
     slots [S] int64; starts [S] int32: first positions of the window. folded [S] int32: tokens
     that the state in memory includes, at most max(flush, grid) - 1 + W fewer than starts. Q <= W.
-    flush: tokens after which the state is written; the history holds those in between.
+    flush: tokens after which the state is written; the history has those in between.
 
     A state at a multiple of its grid is rounded to its dtype, both in replay and in the window;
     outputs use the state before rounding. The state is read once. It is written once if

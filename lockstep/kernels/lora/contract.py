@@ -2,7 +2,7 @@
 
 LoRA (Hu et al., 2021) changes a weight W [N, K] by s B A, with A [R, K], B [N, R] and a scale s.
 L adapters share one table, in which index 0 is the base model. A fused linear layer has P parts,
-each with an A of its own: q, k and v, for example.
+each with its own A: q, k and v, for example.
 """
 
 import torch

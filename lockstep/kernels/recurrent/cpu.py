@@ -58,9 +58,9 @@ class Window:
     """Window of generated tokens, mixed [Q, S, C], with the history of its rows.
 
     raw [R + Q, S, C]: raw inputs, R of them before the window. first: position of each row's first
-    token. replayed: flat indices, in the histories of u, k and decay, of the tokens to replay: for
-    every row the largest number that a row's state lacks. written [S]: tokens that the states in
-    memory include after replay.
+    token. replayed: flat indices, in the histories of u, k and decay, of the tokens to replay. All
+    rows have the same number: the most tokens that a state lacks. written [S]: tokens that the
+    states in memory include after replay.
     """
 
     def __init__(

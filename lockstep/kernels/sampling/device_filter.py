@@ -147,7 +147,7 @@ def compact(numbers, selected, chosen):
     order = tl.cumsum(selected.to(tl.int32), 0) - 1
     count = tl.sum(selected.to(tl.int32), 0)
     tl.store(chosen + order, numbers, mask=selected)
-    tl.debug_barrier()  # the caller reads numbers that other threads wrote
+    tl.debug_barrier()  # the caller reads values of other threads
     return count
 
 

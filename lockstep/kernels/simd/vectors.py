@@ -3,7 +3,7 @@
 
 LLVM maps a vector to the registers of the CPU: one with AVX-512, two with AVX2, four with NEON. A
 kernel addresses memory by (dtype, address, index): the address of a tensor's first element, and an
-index in elements. The dtypes are FLOATS' values; bf16 has none in NumPy, so uint16 stands for it.
+index in elements. The dtypes are FLOATS' values; bf16 has none in NumPy, so uint16 represents it.
 """
 
 import operator

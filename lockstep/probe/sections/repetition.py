@@ -15,7 +15,7 @@ MAX_TOKENS = 320
 def run(session: Session, section: Section) -> None:
     """Ask for long answers, greedy and sampled, and look for loops and cascades.
 
-    A small model loops by itself, so both are warnings.
+    A small model loops on any server, so both are warnings.
     """
     requests = [
         {"prompt": prompt, "max_tokens": MAX_TOKENS, **sampling}

@@ -1,4 +1,4 @@
-"""File of a fixed size that holds byte records of many logs, in blocks.
+"""File of a fixed size with byte records of many logs, in blocks.
 
 The file is a header and an array of blocks. A log is a chain of blocks, so a log that ends gives
 its blocks back, however old it is, and no log is ever copied. Records survive the process as soon

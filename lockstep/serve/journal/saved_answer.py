@@ -102,11 +102,11 @@ class UpdateEncoder:
         before = self._latest.get(index) or RequestMetrics()
         self._latest[index] = metrics
         more: dict[str, Any] = {}
-        others, others_before = _others_of(metrics), _others_of(before)
-        if others != others_before:
+        values, old_values = _others_of(metrics), _others_of(before)
+        if values != old_values:
             more["metrics"] = {
                 name: value
-                for name, value, old in zip(_OTHER_METRICS, others, others_before, strict=True)
+                for name, value, old in zip(_OTHER_METRICS, values, old_values, strict=True)
                 if value != old
             }
         if metrics.forced_mismatch is not None:

@@ -404,13 +404,13 @@ class Metrics:
     def _set_gauges(self, stats: Stats) -> None:
         for key, gauge in self._gauges.items():
             gauge.labels(self._model).set(getattr(stats, key))
-        for gauges, part, whole in (
+        for gauges, part, total in (
             (self._usages, stats.pages_used, stats.pages),
             (self._hit_rates, stats.prefix_hits_total, stats.prefix_queries_total),
             (self._host_usages, stats.host_pages_used, stats.host_pages),
         ):
             for gauge in gauges:
-                gauge.labels(self._model).set(part / max(whole, 1))
+                gauge.labels(self._model).set(part / max(total, 1))
 
     def _observe_step(self, step: DecodeStep) -> None:
         self._observe("seconds", step.seconds)

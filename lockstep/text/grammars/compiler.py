@@ -131,7 +131,7 @@ class Compiler:
         Each answer gets its own compiled grammar, built at first use in about 1 ms: copies share a
         lexer and its lock, so that answers would wait for each other and would count towards each
         other's limits. The first mask shows that the grammar compiles and matches some text. It is
-        computed once and cached. The compiled grammar behind it is dropped, as a waiting request
+        computed once and cached. The compiled grammar is dropped, as a waiting request
         would keep up to 10 MB.
 
         Raises: GrammarFault.

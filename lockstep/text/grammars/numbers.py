@@ -26,7 +26,7 @@ Json = dict[str, Any]
 
 
 def check_numbers(objects: Iterable[Json], field: str) -> None:
-    """Raise RequestError if an object of a schema names a number that is not enforced."""
+    """Raise RequestError if an object of a schema names a bound or value that is not enforced."""
     for part in objects:
         for keyword in (*VALUES, *LOWER, *UPPER):
             value = first_unsupported(keyword, part.get(keyword))

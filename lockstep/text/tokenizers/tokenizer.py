@@ -187,7 +187,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text; special tokens written in it are parsed.
 
-        It encodes a batch of one, since `encode` of tokenizers holds the GIL.
+        It encodes a batch of one, since `encode` of tokenizers keeps the GIL.
         """
         batch = self.fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = batch[0].ids

@@ -132,7 +132,7 @@ def test_trace_compares_common_modules_only() -> None:
 
 
 def test_engines_of_few_rows_chunk_long_prompts() -> None:
-    """As do those of the user's max_num_seqs, where no more rows must run together."""
+    """Engines with the user's max_num_seqs do so too, since it limits the rows of a step."""
     settings = Setup("none", 0, "cold", "none", rows=4).settings()
     assert settings["max_num_seqs"] == 4 and settings["max_num_batched_tokens"] < LONG_PROMPT // 2
 

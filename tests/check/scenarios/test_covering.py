@@ -96,7 +96,7 @@ def test_quick_check_plans_every_value() -> None:
 
 @pytest.mark.parametrize("per_engine", [1, 2, 3])
 def test_scenarios_of_a_model_alone_have_every_value(per_engine: int) -> None:
-    """Its drafters are more than the engines of half as many scenarios."""
+    """The model has more drafters than half of the scenarios would have engines."""
     table = feature_table((SERVED,), ("as served",), DRAFTERS, ("none",), True, True, True)
     plan = CoveringPlan(table, 2, 0, per_engine, SIZES["quick"].requests)
     total = plan.num_for_values
@@ -117,7 +117,7 @@ def test_a_model_alone_has_no_companions_and_fewer_values() -> None:
 
 
 def test_engines_of_several_ranks_do_not_raise() -> None:
-    """One that raised has ended: its ranks are not in one state any more."""
+    """An engine that raised has ended, since its ranks are no longer in one state."""
     for has_one_rank, values in ((True, 4), (False, 1)):
         table = feature_table(
             (SERVED,), ("as served",), (), ("none",), True, True, True, has_one_rank=has_one_rank

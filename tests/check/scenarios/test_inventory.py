@@ -9,7 +9,7 @@ from lockstep.kernels.formats.weights.cases import random_weights
 
 
 def test_quantized_weights_are_not_poisoned() -> None:
-    """A weight may have as many rows as the table, or as many as there are pages."""
+    """A weight may have the number of rows of the table, or the number of pages."""
     state = torch.zeros(3)
     weights = dict(random_weights(40, 256))
     layers = [SimpleNamespace(weight=weight, state=state) for weight in weights.values()]

@@ -371,9 +371,9 @@ def test_client_keeps_prompt_logprobs_where_a_request_begins_again(plain: PlainR
     params = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=1, detokenize=False)
     (completion,) = plain.engine.completions("again", (1, 2, 3), params)
     plain.engine.serve([completion])
-    whole = completion.answer().prompt_logprobs
+    logprobs = completion.answer().prompt_logprobs
     completion.request.restart()
-    assert len(whole) == 2 and completion.answer().prompt_logprobs == whole
+    assert len(logprobs) == 2 and completion.answer().prompt_logprobs == logprobs
 
 
 PHASED = ScenarioRequest(
@@ -448,10 +448,10 @@ def test_inventory_finds_every_tensor_of_rows_and_units(
     rows, units = rows_and_units(worker)
     pointers = {tensor.data_ptr() for tensor in (*rows, *units)}
     table = worker.table
-    own = (*table.row_tensors(), table.page_table, table.state_slots, *worker.paged, *worker.state)
-    assert {t.data_ptr() for t in own if t.numel()} <= pointers
+    live = (*table.row_tensors(), table.page_table, table.state_slots, *worker.paged, *worker.state)
+    assert {t.data_ptr() for t in live if t.numel()} <= pointers
     weights = {parameter.data_ptr() for parameter in worker.model.parameters()}
     assert not pointers & weights
     worker.forgotten = torch.zeros(table.page_table.shape[0], 5)  # type: ignore[attr-defined]
-    found, _ = rows_and_units(worker)
-    assert any(tensor is worker.forgotten for tensor in found)
+    tensors, _ = rows_and_units(worker)
+    assert any(tensor is worker.forgotten for tensor in tensors)

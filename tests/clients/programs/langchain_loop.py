@@ -37,10 +37,10 @@ responses = ChatOpenAI(
     use_responses_api=True,
 )
 for model in (openai, anthropic, responses):
-    whole = model.invoke("List the first 5 primes.")
-    assert whole.text and whole.usage_metadata["output_tokens"] > 0, whole
+    complete = model.invoke("List the first 5 primes.")
+    assert complete.text and complete.usage_metadata["output_tokens"] > 0, complete
     streamed = "".join(chunk.text for chunk in model.stream("List the first 5 primes."))
-    assert streamed == whole.text, (streamed, whole.text)
+    assert streamed == complete.text, (streamed, complete.text)
 
     bound = model.bind_tools([get_weather], tool_choice="any")
     history = [HumanMessage("What is the weather in Rome?")]

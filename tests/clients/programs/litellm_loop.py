@@ -23,9 +23,9 @@ WEATHER = {
 
 for provider in (OPENAI, ANTHROPIC):
     question = [{"role": "user", "content": "List the first 5 primes."}]
-    whole = litellm.completion(messages=question, temperature=0, max_tokens=40, **provider)
-    text = whole.choices[0].message.content
-    assert text and whole.usage.completion_tokens > 0, whole
+    complete = litellm.completion(messages=question, temperature=0, max_tokens=40, **provider)
+    text = complete.choices[0].message.content
+    assert text and complete.usage.completion_tokens > 0, complete
     chunks = litellm.completion(
         messages=question, temperature=0, max_tokens=40, stream=True, **provider
     )

@@ -33,9 +33,9 @@ def get_weather(city: str) -> str:
 
 
 question = [ChatMessage(role="user", content="List the first 5 primes.")]
-whole = llm.chat(question).message.content
-assert whole, "an empty answer"
-assert "".join(part.delta or "" for part in llm.stream_chat(question)) == whole
+complete = llm.chat(question).message.content
+assert complete, "an empty answer"
+assert "".join(part.delta or "" for part in llm.stream_chat(question)) == complete
 assert llm.complete("List the first 5 primes.").text
 
 reply = llm.chat_with_tools(

@@ -28,8 +28,8 @@ models = [
 ]
 for model in models:
     plain = Agent(model, model_settings=SETTINGS)
-    whole = plain.run_sync("List the first 5 primes.")
-    assert whole.output and whole.usage.output_tokens > 0, whole
+    complete = plain.run_sync("List the first 5 primes.")
+    assert complete.output and complete.usage.output_tokens > 0, complete
 
     typed = Agent(model, output_type=Person, model_settings=SETTINGS)
     assert isinstance(typed.run_sync("Ann is 31 years old.").output, Person)

@@ -436,8 +436,8 @@ def test_idle_connections_are_closed_for_new_ones(server, processor):
 
 
 def test_closed_idle_connection_gets_503_or_close(server, processor):
-    """One without any request yet gets a 503; one between requests is closed. Data in flight causes
-    no reset."""
+    """A connection without any request yet gets a 503; one between requests is closed. Data in
+    flight causes no reset."""
     with serving(server, processor, most=1, head=PATIENCE, keep_alive=PATIENCE) as address:
         with connect(address) as silent, connect(address) as resting:
             assert is_healthy(resting)
@@ -457,7 +457,7 @@ def test_refused_connections_are_reset(server, processor):
         open_ones = 0
         for client in clients:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                client.sendall(b"x")  # the answer to it tells whether the server has closed
+                client.sendall(b"x")  # the answer to it shows whether the server has closed
                 client.sendall(b"x")
                 open_ones += 1
         assert open_ones <= 8 + 3

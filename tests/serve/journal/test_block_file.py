@@ -37,7 +37,7 @@ def reopened(path: Path, size: int = SIZE) -> dict[int, list[bytes]]:
 
 
 def filled(path: Path) -> dict[int, list[bytes]]:
-    """Write three logs in turn, with records shorter and longer than a block."""
+    """Write three logs alternately, with records shorter and longer than a block."""
     file = BlockFile(path, SIZE, BLOCK)
     logs = [file.create() for _ in range(3)]
     for number in range(8):
@@ -80,11 +80,11 @@ def test_a_file_that_was_cut_at_any_byte_keeps_whole_records(tmp_path: Path) -> 
             with pytest.raises(NotAJournalError):
                 BlockFile(cut, SIZE, BLOCK)
             continue
-        found = reopened(cut)
-        for log, records in found.items():
+        logs = reopened(cut)
+        for log, records in logs.items():
             assert expected[log][: len(records)] == records, size
         if size == path.stat().st_size:
-            assert found == expected
+            assert logs == expected
 
 
 def test_flipped_bits_end_a_log_and_no_other(tmp_path: Path) -> None:
@@ -96,11 +96,11 @@ def test_flipped_bits_end_a_log_and_no_other(tmp_path: Path) -> None:
         changed = bytearray(data)
         changed[offset] ^= 1 << offset % 8
         flipped.write_bytes(changed)
-        found = reopened(flipped)
-        damaged = [log for log, records in expected.items() if found.get(log) != records]
+        logs = reopened(flipped)
+        damaged = [log for log, records in expected.items() if logs.get(log) != records]
         assert len(damaged) <= 1, offset
         for log in damaged:
-            records = found.get(log, [])
+            records = logs.get(log, [])
             assert expected[log][: len(records)] == records
 
 

@@ -123,8 +123,8 @@ def test_open_and_complete_answers_are_found_again(path: str) -> None:
     second.close()
     third = opened(path)
     assert third.take_open_answers() == [] and find(third, "", "dropped") is None
-    whole = find(third, "", "open")
-    assert whole is not None and [u.token_ids for _, u in whole.updates] == [[4, 5], [6]]
+    saved = find(third, "", "open")
+    assert saved is not None and [u.token_ids for _, u in saved.updates] == [[4, 5], [6]]
     third.close()
 
 
@@ -200,8 +200,8 @@ def test_an_answer_belongs_to_an_api_key(path: str) -> None:
     write(journal, "one", 10, end=True, owner=owner)
     write(journal, "one", 20, end=True, owner=other)
     for name, size in ((owner, 10), (other, 20)):
-        found = find(journal, name, "one")
-        assert found is not None and len(found.request.body) == size
+        saved = find(journal, name, "one")
+        assert saved is not None and len(saved.request.body) == size
     assert find(journal, "", "one") is None
     journal.close()
     assert b"digest of a key" not in Path(path).read_bytes()

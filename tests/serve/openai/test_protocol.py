@@ -163,7 +163,7 @@ def test_wrong_types_in_messages(server, messages, message):
 
 
 def test_message_with_null_fields_may_be_sent_back(server):
-    """As the official client serializes an answer."""
+    """The official client serializes an answer with null fields."""
     message = {"role": "assistant", "content": "fox", "function_call": None, "audio": None}
     assert post(server, CHAT_PATH, messages=[*USER, message, *USER]).status_code == 200
 

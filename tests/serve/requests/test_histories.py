@@ -203,7 +203,7 @@ def test_unknown_history_field_is_named_by_path(
 
 
 def test_long_field_name_is_truncated_in_errors(server: Any) -> None:
-    """This also holds for a field that a template may read."""
+    """This is also true for a field that a template may read."""
     for message in ({**USER[0], "x" * 3000: 1}, {"role": "user", "content": [{"y" * 3000: 1}]}):
         response = post(server, CHAT_PATH, messages=[message])
         assert response.status_code == 400 and len(response.json()["error"]["message"]) < 400

@@ -154,7 +154,7 @@ def plain(stream: str) -> list[str]:
 def test_next_process_goes_on(
     servers: Servers, path: str, body: dict[str, Any], tokens: int
 ) -> None:
-    """All events are those of a server that was not killed, and their numbers too."""
+    """Events and their numbers are those of a server that was not killed."""
 
     async def work() -> None:
         first = servers.start(servers.folder / "journal", tokens)
@@ -174,24 +174,24 @@ def test_next_process_goes_on(
                 return response.text
 
             after = f"{answer_id}:{len(before) - 1}"
-            whole = await read(params={"stream": True})
+            events = await read(params={"stream": True})
             rest = await read(params={"stream": True, "starting_after": len(before) - 1})
             assert await read(params={"stream": True}, headers={"Last-Event-ID": after}) == rest
             # An EventSource that comes back repeats its URL, with the number of its beginning.
             again = {"stream": True, "starting_after": 0}
             assert await read(params=again, headers={"Last-Event-ID": after}) == rest
-            assert whole == b"".join(before).decode() + rest and rest
+            assert events == b"".join(before).decode() + rest and rest
             if "responses" not in path:
                 posted = await http.post(
                     path, json={**body, "stream": True}, headers={"Last-Event-ID": after}
                 )
                 assert posted.text == rest
         assert len(second.client.requests) == len(first.client.requests), "nothing is asked again"
-        assert whole.count("id: ") == whole.count("data: ") - whole.count("data: [DONE]")
+        assert events.count("id: ") == events.count("data: ") - events.count("data: [DONE]")
         third = servers.start()
         async with third.http() as http:
             unbroken = await http.post(path, json={**body, "stream": True})
-        assert plain(whole) == plain(unbroken.text)
+        assert plain(events) == plain(unbroken.text)
 
     run(work())
 
@@ -203,16 +203,16 @@ def test_complete_answers_are_read_from_the_journal(
     async def work() -> None:
         first = servers.start(servers.folder / "journal")
         async with first.http() as http:
-            told = (await http.post(path, json={**body, "stream": True})).text
-        answer_id = re.findall(r"id: (\S+):0\n", told)[0]
+            stream = (await http.post(path, json={**body, "stream": True})).text
+        answer_id = re.findall(r"id: (\S+):0\n", stream)[0]
         second = servers.start(servers.killed(first))
         await second.service.streams.restore()
         records: list[Any] = []
         second.service.on_record = (records.append,)
         async with second.http() as http, second.http("second") as other:
             url = f"{path}/{answer_id}"
-            whole = await http.get(url, params={"stream": True})
-            assert whole.text == told
+            answer = await http.get(url, params={"stream": True})
+            assert answer.text == stream
             as_object = await http.get(url)
             assert as_object.status_code == 200 and as_object.json()["id"] == answer_id
             assert (await other.get(url)).status_code == 404
@@ -282,8 +282,8 @@ def test_shutdown_while_a_saved_answer_is_read_is_an_error(servers: Servers) -> 
         path, body = BODIES[2]
         first = servers.start(servers.folder / "journal")
         async with first.http() as http:
-            told = (await http.post(path, json={**body, "stream": True})).text
-        answer_id = re.findall(r"id: (\S+):0\n", told)[0]
+            stream = (await http.post(path, json={**body, "stream": True})).text
+        answer_id = re.findall(r"id: (\S+):0\n", stream)[0]
         second = servers.start(servers.killed(first))
         async with second.http() as http:
             reading = asyncio.create_task(http.get(f"{path}/{answer_id}?stream=true"))
@@ -294,7 +294,7 @@ def test_shutdown_while_a_saved_answer_is_read_is_an_error(servers: Servers) -> 
         assert "shutting down" in part, "not all of the answer, without an error"
         third = servers.start(servers.killed(second))
         async with third.http() as http:
-            assert (await http.get(f"{path}/{answer_id}?stream=true")).text == told
+            assert (await http.get(f"{path}/{answer_id}?stream=true")).text == stream
 
     run(work())
 
@@ -306,8 +306,8 @@ def test_expired_answers_are_erased_in_time(
         running = servers.start(servers.folder / "journal", text="hello fox")
         path, body = BODIES[3]
         async with running.http() as http:
-            told = (await http.post(path, json={**body, "stream": True})).text
-        answer_id = re.findall(r"id: (\S+):0\n", told)[0].encode()
+            stream = (await http.post(path, json={**body, "stream": True})).text
+        answer_id = re.findall(r"id: (\S+):0\n", stream)[0].encode()
         monkeypatch.setattr(resumable_streams, "EXPIRY_SECONDS", 0.01)
         config = uvicorn.Config(running.app, log_level="error", lifespan="off")
         server = _Server(config, running.service, Metrics(""), Options(log_stats=False), None)
@@ -371,21 +371,21 @@ def test_errors_are_read_again(servers: Servers) -> None:
         first = servers.start(servers.folder / "journal", tokens=4)
         async with first.http() as http:
             body = {"messages": USER, "stream": True, "timeout": 0.05}
-            told = (await http.post("/v1/chat/completions", json=body)).text
-            assert "time was up" in told
-        answer_id = re.findall(r"id: (\S+):0\n", told)[0]
+            stream = (await http.post("/v1/chat/completions", json=body)).text
+            assert "time was up" in stream
+        answer_id = re.findall(r"id: (\S+):0\n", stream)[0]
         second = servers.start(servers.killed(first))
         async with second.http() as http:
             again = await http.get(f"/v1/chat/completions/{answer_id}?stream=true")
-            assert again.text == told
-            whole = await http.get(f"/v1/chat/completions/{answer_id}")
-            assert whole.status_code == 504
+            assert again.text == stream
+            answer = await http.get(f"/v1/chat/completions/{answer_id}")
+            assert answer.status_code == 504
 
     run(work())
 
 
 def test_shutdown_leaves_answers_open(servers: Servers) -> None:
-    """The last event of each stream has no number of its own: a reader goes on from it."""
+    """The last event of each stream has no new number: a reader goes on from it."""
 
     async def work(path: str, body: dict[str, Any]) -> None:
         folder = servers.folder / f"journal{len(servers.opened)}"
@@ -395,16 +395,16 @@ def test_shutdown_leaves_answers_open(servers: Servers) -> None:
             begun = asyncio.create_task(read_to_end(first, path, answer_id))
             await idle()
             first.service.end_all()
-            told = await begun
-        assert told.startswith(b"".join(before).decode())
-        last = told[len(b"".join(before)) :]
+            stream = await begun
+        assert stream.startswith(b"".join(before).decode())
+        last = stream[len(b"".join(before)) :]
         assert "shutting down" in last and "id: " not in last
         if "responses" in path:
             assert f'"sequence_number":{len(before) - 1},' in last
         second = servers.start(servers.killed(first))
         await second.service.streams.restore()
-        whole = await read_to_end(second, path, answer_id)
-        assert whole.startswith(b"".join(before).decode()) and "shutting down" not in whole
+        answer = await read_to_end(second, path, answer_id)
+        assert answer.startswith(b"".join(before).decode()) and "shutting down" not in answer
 
     async def read_to_end(running: Running, path: str, answer_id: str) -> str:
         async with running.http() as http:
@@ -595,8 +595,8 @@ def test_unread_output_ends_a_stream_without_a_reader(servers: Servers) -> None:
         running = servers.start(max_output_bytes=500)
         path, body = BODIES[0]
         async with running.http() as http:
-            told = (await http.post(path, json={**body, "stream": True})).text
-        assert "answer_not_read" in told
+            stream = (await http.post(path, json={**body, "stream": True})).text
+        assert "answer_not_read" in stream
 
     run(work())
 
@@ -650,7 +650,7 @@ def test_what_is_not_kept_is_a_clear_error(
                 "/v1/chat/completions", json=body, headers={"Last-Event-ID": "chatcmpl-1:3"}
             )
             assert posted.status_code == 404 and not running.client.requests
-            told = await http.post("/v1/chat/completions", json=body)
-            assert "id: " not in told.text, "an id would promise that the stream can be resumed"
+            stream = await http.post("/v1/chat/completions", json=body)
+            assert "id: " not in stream.text, "an id would promise that the stream can be resumed"
 
     run(work())

@@ -26,7 +26,7 @@ COSTS = PassCosts(
     (WeightCost("all", 3),), (Spec(StorageKind.PAGED, (Part("k", (1,), torch.uint8),)),), 0
 )
 FLOORS = StepFloors(StepCosts(COSTS, None), Rates(1000.0))
-"""Of a model whose steps move 3 bytes, and one for each token in the cache, at 1,000 bytes/s."""
+"""Floors of a model whose steps move 3 bytes and one per cached token, at 1,000 bytes/s."""
 
 
 OF_VLLM = (

@@ -393,7 +393,7 @@ def test_content_that_spells_a_call_is_content(name: str) -> None:
 @pytest.mark.default_cases("qwen3_coder", "kimi_k2", "pythonic")
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_after_reasoning(name: str) -> None:
-    """As in the server: the format, the request's grammar, the parser of the answer."""
+    """Use the server's parts: the format, the request's grammar, the parser of the answer."""
     settings = TextSettings(tool_call_parser=name, reasoning_parser="think")
     tokenizer = Tokenizer(MODEL)
     processor = Processor.for_model(tokenizer, MODEL, 2048, settings)

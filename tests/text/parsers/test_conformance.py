@@ -188,7 +188,7 @@ def test_replies_are_independent_of_cuts(
 
     Every other cut, from the first or the second on: the next answer has the cuts that one omits.
     After other text a call is cut in its first CALL_HEAD characters; the rest is cut where the call
-    stands alone.
+    is alone.
     """
     cases = (case for case in CASES if case[:2] == reasoning)
     for position, (thought, content, calls) in enumerate(cases):

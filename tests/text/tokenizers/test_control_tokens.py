@@ -204,7 +204,7 @@ def test_other_text_keeps_its_tokens(family):
 
 
 def test_marks_survive_json_and_python_printing():
-    """Some templates print arguments as JSON with escapes, or as Python does."""
+    """Templates may print arguments as JSON with escapes, or as Python does."""
     created = FAMILIES["llama3"]
     control = ControlTokens(created.tokenizer())
     source = "{{ messages[0].content | tojson(ensure_ascii=true) }}{{ [messages[0].content] }}"
