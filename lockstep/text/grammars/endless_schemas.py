@@ -1,6 +1,6 @@
-"""Checks of recursive JSON schemas that no finite value matches.
+"""Search for recursive JSON schemas that no finite value matches.
 
-An example is an object that requires a property of its own schema: no answer could complete it.
+An example is an object that requires a property of its schema: no answer could complete it.
 A requirement of a schema lists schemas of which at least one must have a finite value. A schema has
 a finite value if all of its requirements are met. The search takes a time linear in the schema.
 """
