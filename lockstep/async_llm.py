@@ -391,7 +391,7 @@ class OutputStream:
     def _output(self, updates: dict[int, list[TextUpdate]]) -> RequestOutput | None:
         """Return the output after these updates; None where the reader wants none yet."""
         if self._kind is RequestOutputKind.FINAL_ONLY:
-            return self._group.output if self._group.output.finished else None
+            return self._group.output if self._group.finished else None
         if not updates:
             return None
         if self._kind is RequestOutputKind.CUMULATIVE:

@@ -484,13 +484,13 @@ class _Call:
         if request_id not in self._open:  # an update from before the abort took effect
             return
         group.push(index, update)
-        if group.output.outputs[index].finished():
+        if group.has_ended(index):
             del self._open[request_id]
             if not isinstance(update, Exception) and update.finish_reason is None:
                 self._client.abort(request_id)  # a stop string ended it: the engine knows none
         if self._on_progress is not None:
             self._on_progress(group.output)
-        if group.output.finished:
+        if group.finished:
             self._num_finished += 1
             self._show(self._num_finished, len(self._groups))
 

@@ -42,7 +42,7 @@ class ReplyReader:
 
 
 class RequestGroup:
-    """The n requests of one prompt. `output` is what they have generated so far.
+    """The n requests of one prompt, and what they have generated so far.
 
     shown: special tokens that become text. reader: parses completions that have ended, for a chat.
     """
@@ -71,13 +71,28 @@ class RequestGroup:
         self._num_open = len(self._texts)
         first = self.requests[0]
         scored_ids = first.scored.token_ids if first.scored else []
-        self.output = RequestOutput(
+        self._output = RequestOutput(
             request_id=request_id,
             prompt=_text_of(prompt),
             prompt_token_ids=[*first.prompt_token_ids, *scored_ids],
             outputs=[text.output for text in self._texts],
             metrics=first.metrics.copy(),
         )
+
+    @property
+    def output(self) -> RequestOutput:
+        """Return what the requests have generated so far, always the same object."""
+        self._output.outputs[:] = [text.output for text in self._texts]
+        return self._output
+
+    @property
+    def finished(self) -> bool:
+        """Return whether all requests have ended."""
+        return self._num_open == 0
+
+    def has_ended(self, index: int) -> bool:
+        """Return whether the request with this index has ended."""
+        return self._texts[index].finished
 
     def push(self, index: int, update: Update) -> TextUpdate | None:
         """Take an update of one completion -> its final text and tokens; None after its end, and
@@ -97,17 +112,18 @@ class RequestGroup:
                 return None
             update = converted
         if index == 0:
-            self.output.metrics = update.metrics
-        if update.prompt_logprobs is not None and self.output.prompt_logprobs is None:
+            self._output.metrics = update.metrics
+        if update.prompt_logprobs is not None and self._output.prompt_logprobs is None:
             name_tokens(self._tokenizer, update.prompt_logprobs)
-            self.output.prompt_logprobs = update.prompt_logprobs
+            self._output.prompt_logprobs = update.prompt_logprobs
         text_update = text.push(
             update.token_ids, update.logprobs, update.finish_reason, update.stop_reason
         )
-        text.output.error = update.error
+        if update.error is not None:
+            text.output.error = update.error
         if text.finished:
             self._num_open -= 1
-            self.output.finished = self._num_open == 0
+            self._output.finished = self.finished
             if self._reader is not None:
                 self._reader.read(self.id, text.output)
         return text_update
@@ -120,17 +136,8 @@ class RequestGroup:
 
     def delta(self, updates: Mapping[int, Sequence[TextUpdate]]) -> RequestOutput:
         """Return an output of these updates only, by the completions' indices."""
-        return replace(self.output, outputs=[self._delta(i, updates[i]) for i in sorted(updates)])
-
-    def _delta(self, index: int, updates: Sequence[TextUpdate]) -> CompletionOutput:
-        done = self._texts[index].output
-        scores = [entry for update in updates for entry in update.logprobs or ()]
-        return replace(
-            done,
-            text="".join(update.delta for update in updates),
-            token_ids=[token for update in updates for token in update.token_ids],
-            logprobs=None if done.logprobs is None else scores,
-        )
+        parts = [self._texts[index].part(updates[index]) for index in sorted(updates)]
+        return replace(self._output, outputs=parts)
 
 
 def _copy(done: CompletionOutput) -> CompletionOutput:

@@ -60,7 +60,10 @@ class _Replay:
 
     def run(self) -> None:
         """Run the request plain, cold, with a cached prefix and in a batch."""
-        (plain,), seconds = self._serve([self._request().audit()])
+        audited_request = self._request()
+        # Whether the audit forces tokens depends on how the served answer ended.
+        audited_request.finish_reason, _ = self._record.served["ending"]
+        (plain,), seconds = self._serve([audited_request.audit()])
         if self._engine.numerics == self._record.numerics:
             audited = answer_of_plain(self._record.repeated)
             self._compare("the audit", COLD, [plain], audited, seconds)

@@ -19,6 +19,11 @@ VERSION = 1
 PREFIX = "lockstep-audit-"
 """Start of the name of a record's file."""
 SUFFIX = ".json"
+UNFINISHED = ".unfinished"
+"""End of the name of a file whose record is being written."""
+MAX_RECORDS = 16
+"""Maximum records in all folders. Engines that are started again and again, and replicas, share
+them."""
 LEFT_OUT = ("audit", "kv_events_config", "nnodes", "node_rank", "master_addr", "master_port")
 """Settings that a replay leaves out: no answer depends on them, and they need other hosts."""
 
@@ -81,18 +86,19 @@ class AuditRecord:
     def write(self, folder: Path) -> Path:
         """Write the record to a new file and return its path.
 
-        Only the file's owner may read it, since it has a client's prompt.
+        Other processes see the whole record or none. Only the file's owner may read it, since it
+        has a client's prompt.
         """
         text = json.dumps({"version": VERSION, "audit": asdict(self)})
-        descriptor, name = mkstemp(SUFFIX, PREFIX, folder.absolute())
-        path = Path(name)
+        descriptor, name = mkstemp(UNFINISHED, PREFIX, folder.absolute())
+        unfinished = Path(name)
         try:
             with open(descriptor, "w", encoding="utf-8") as file:
                 file.write(text + "\n")
+            return unfinished.rename(unfinished.with_suffix(SUFFIX))
         except OSError:  # of a full disk: half a record is of no use
-            path.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
             raise
-        return path
 
     @classmethod
     def read(cls, data: dict[str, Any]) -> "AuditRecord":

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import gettempdir
 
 from lockstep.answer import Answer, Mismatch, exact_logprobs
-from lockstep.engine.audit_record import AuditRecord, records_in
+from lockstep.engine.audit_record import MAX_RECORDS, AuditRecord, records_in
 from lockstep.scheduling.request import Request
 
 log = logging.getLogger("lockstep.engine")
@@ -124,6 +124,7 @@ class Auditor:
         self._pending: deque[_Audit] = deque()
         self._pending_bytes = 0
         self._running: _Audit | None = None
+        self._is_stopped = False
         self.num_records = 0
 
     @property
@@ -137,7 +138,7 @@ class Auditor:
         """
         if not self.share:
             return
-        records = sorted({path for folder in self._folders for path in records_in(folder)})
+        records = self._records()
         self.num_records = len(records)
         if records:
             log.warning(
@@ -145,6 +146,10 @@ class Auditor:
                 "FILE. Remove a file that was examined.",
                 ", ".join(map(str, records)),
             )
+
+    def _records(self) -> list[Path]:
+        """Return the paths of the records in the folders, those of other processes included."""
+        return sorted({path for folder in self._folders for path in records_in(folder)})
 
     def begin(self) -> Request | None:
         """Return the request of the audit that runs next; None if no audit waits."""
@@ -183,6 +188,11 @@ class Auditor:
         self._pending_bytes = 0
         return self.drop()
 
+    def stop(self) -> Request | None:
+        """Drop all audits from now on; return the request of the running one, to be aborted."""
+        self._is_stopped = True
+        return self.drop_all()
+
     def take(self, updated: list[Request]) -> list[Request]:
         """Take the requests of a step: compare audits that ended, and queue chosen requests.
 
@@ -202,7 +212,10 @@ class Auditor:
         return [request for request in updated if not request.is_audit]
 
     def _queue(self, audit: _Audit) -> None:
-        """Queue an audit; drop the oldest ones past the limits."""
+        """Queue an audit; drop the oldest ones past the limits, and all after stop()."""
+        if self._is_stopped:
+            self.num_dropped += 1
+            return
         self._pending.append(audit)
         self._pending_bytes += audit.size
         while len(self._pending) > MAX_PENDING or self._pending_bytes > MAX_PENDING_BYTES:
@@ -236,7 +249,13 @@ class Auditor:
         )
 
     def _write(self, served: Request, repeated: Request, what: str) -> str:
-        """Write a record to the first folder that takes it; return how to use it."""
+        """Write a record to the first folder that takes it; return how to use it.
+
+        None is written where there are MAX_RECORDS.
+        """
+        num_records = len(self._records())
+        if num_records >= MAX_RECORDS:
+            return f" It was not written: {num_records} files are there already. Remove some."
         for folder in self._folders:
             try:
                 record = self._record(served, answer_of(served), answer_of(repeated), what)

@@ -92,6 +92,10 @@ class EngineLoop:
         """Drop all audits before the next step."""
         self._commands.put(lambda: self._end_audit(self._auditor.drop_all()))
 
+    def stop_audits(self) -> None:
+        """Drop all audits from now on."""
+        self._commands.put(lambda: self._end_audit(self._auditor.stop()))
+
     def notify_when_idle(self) -> threading.Event:
         """Return an event that is set once all commands before this call took effect, no audit is
         left and no step is in flight, or another request keeps the engine busy."""

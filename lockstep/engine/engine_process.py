@@ -32,6 +32,7 @@ from lockstep.engine.messages import (
     Ready,
     Report,
     ResetPrefixCache,
+    StopAudits,
     Submit,
     Updates,
 )
@@ -159,6 +160,8 @@ class _Host:
             self._abort(command.id)
         elif isinstance(command, ResetPrefixCache):
             self._loop.reset_prefix_cache()
+        elif isinstance(command, StopAudits):
+            self._loop.stop_audits()
         else:
             self._loop.stop()
 
@@ -186,6 +189,7 @@ class _Host:
             request.grammar = self._make_grammar(recipe)
         except Exception as error:
             self._deliver([(request.id, error)])
+            self._loop.abort(request.id)  # wakes an idle loop, which then reports Idle again
             return
         self._report(Compiled([request.id]))
         self._loop.submit([request])

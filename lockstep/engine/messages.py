@@ -97,11 +97,16 @@ class ResetPrefixCache:
 
 
 @dataclass(frozen=True)
+class StopAudits:
+    """Command that drops all audits from now on."""
+
+
+@dataclass(frozen=True)
 class Stop:
     """Command that ends the engine after its current step."""
 
 
-Command = Submit | Abort | ResetPrefixCache | Stop
+Command = Submit | Abort | ResetPrefixCache | StopAudits | Stop
 
 
 @dataclass(frozen=True)

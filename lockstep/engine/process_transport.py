@@ -36,6 +36,7 @@ from lockstep.engine.messages import (
     Report,
     ResetPrefixCache,
     Stop,
+    StopAudits,
     Submit,
     Updates,
 )
@@ -49,7 +50,8 @@ log = logging.getLogger("lockstep.engine")
 MAX_RESTARTS = 3
 RESTART_WINDOW = 600.0
 """Seconds in which MAX_RESTARTS restarts may happen of engines that were lost before any update,
-or while they had nothing to do. A restart does not cure a fault that repeats sooner.
+or while they had nothing to do. A restart does not cure a fault that repeats sooner. After so many
+engines that were lost in audits, requests are not audited any more.
 """
 STOP_SECONDS = 30.0
 """Seconds that stop() waits for the current step before it kills the process."""
@@ -173,8 +175,10 @@ class ProcessTransport:
         self._reported_stall = 0.0
         self._stopping = False
         self._has_served = False
-        self._is_working = False
+        self._begun_ids: Sequence[str] = ()  # latest requests that the engine began, while it works
         self._restart_times: deque[float] = deque(maxlen=MAX_RESTARTS)
+        self._audit_losses: deque[float] = deque(maxlen=MAX_RESTARTS)
+        self._are_audits_stopped = False
         self._failed_requests = 0
         self._receiver: Receiver | None = None
         self._thread = threading.Thread(target=self._supervise, name="lockstep-engine", daemon=True)
@@ -312,10 +316,10 @@ class ProcessTransport:
         elif isinstance(report, ChangedBlocks):
             self._receiver.blocks(report.events)
         elif isinstance(report, Began):
-            self._is_working = True
+            self._begun_ids = report.ids
             self._receiver.begun(report.ids)
         elif isinstance(report, Idle):
-            self._is_working = False
+            self._begun_ids = ()
         elif isinstance(report, Compiled):
             self._receiver.compiled(report.ids)
         elif isinstance(report, Heartbeat):
@@ -331,7 +335,11 @@ class ProcessTransport:
         successor continues a work that gets done. A loss that ends a request is explained by it,
         with those before it.
         """
-        if self._has_served and (self._is_working or loss.num_open or loss.num_ended):
+        had_requests = loss.num_open + loss.num_ended > 0
+        may_be_audit = bool(self._begun_ids) and not self._are_audits_stopped
+        if self._has_served and (had_requests or may_be_audit):
+            if not had_requests:
+                self._count_audit_loss()
             self._restart_times.clear()
             self._failed_requests = 0
             return True
@@ -352,6 +360,19 @@ class ProcessTransport:
         self._restart_times.append(now)
         return True
 
+    def _count_audit_loss(self) -> None:
+        """Count an engine that was lost in an audit; stop audits where that repeats."""
+        now = time.monotonic()
+        self._audit_losses.append(now)
+        is_full = len(self._audit_losses) == MAX_RESTARTS
+        if is_full and now - self._audit_losses[0] < RESTART_WINDOW:
+            log.error(
+                "%d engines in %g s were lost in audits, the last one in %s: no more audits",
+                *(MAX_RESTARTS, RESTART_WINDOW, ", ".join(self._begun_ids)),
+            )
+            self._are_audits_stopped = True
+            self._commands.put(StopAudits())
+
     def _restart(self, loss: Loss) -> str:
         """Start a successor of a lost engine and serve; return how it ended."""
         with self._counting:
@@ -364,7 +385,7 @@ class ProcessTransport:
             )
             self._stats = Stats()
         self._has_served = False
-        self._is_working = False
+        self._begun_ids = ()
         try:
             self._child = _Child(self._make, self._step_seconds)
             self._until_ready(lambda what, done, of: None)
@@ -378,3 +399,5 @@ class ProcessTransport:
     def _drop_commands(self) -> None:
         """Drop the commands queued for the lost engine."""
         self._commands = queue.SimpleQueue()
+        if self._are_audits_stopped:
+            self._commands.put(StopAudits())

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,7 +95,7 @@ class TextUpdate(NamedTuple):
 
 
 class CompletionText:
-    """Incremental text of one completion. `output` accumulates the whole completion."""
+    """Incremental text of one completion. It accumulates the whole completion."""
 
     def __init__(
         self,
@@ -106,7 +107,10 @@ class CompletionText:
         params = request.params
         num_scored = 0 if request.scored is None else len(request.scored.token_ids)
         self.request = request
-        self.output = CompletionOutput(index=index, seed=request.seed)
+        self._output = CompletionOutput(index=index, seed=request.seed)
+        # Adding to a string would copy all of the text for every token.
+        self._text_buffer = StringIO()
+        self._has_new_text = False
         self._tokenizer = tokenizer
         self._text = None
         if tokenizer is not None and params.detokenize:
@@ -122,7 +126,25 @@ class CompletionText:
     @property
     def finished(self) -> bool:
         """Return whether the completion has ended; the engine does not know stop strings."""
-        return self.output.finish_reason is not None
+        return self._output.finish_reason is not None
+
+    @property
+    def output(self) -> CompletionOutput:
+        """Return the completion so far, always the same object. New text is joined here."""
+        if self._has_new_text:
+            self._output.text = self._text_buffer.getvalue()
+            self._has_new_text = False
+        return self._output
+
+    def part(self, updates: Sequence[TextUpdate]) -> CompletionOutput:
+        """Return a completion that has the text and the tokens of these updates only."""
+        scores = [entry for update in updates for entry in update.logprobs or ()]
+        return replace(
+            self._output,
+            text="".join(update.delta for update in updates),
+            token_ids=[token for update in updates for token in update.token_ids],
+            logprobs=None if self._output.logprobs is None else scores,
+        )
 
     def push(
         self,
@@ -155,8 +177,8 @@ class CompletionText:
         new = tuple(token_ids[:num_taken])
         scores = tuple(logprobs[:num_taken]) if logprobs is not None else None
         self._accumulate(texts, new, scores)
-        self.output.finish_reason = finish_reason
-        self.output.stop_reason = stop_reason
+        self._output.finish_reason = finish_reason
+        self._output.stop_reason = stop_reason
         return self._update(tuple(texts), new, scores)
 
     def _accumulate(
@@ -165,9 +187,10 @@ class CompletionText:
         token_ids: tuple[int, ...],
         logprobs: tuple[dict[int, Logprob], ...] | None,
     ) -> None:
-        """Add new tokens to `output`."""
-        output = self.output
-        output.text += "".join(texts)
+        """Add new tokens to the completion."""
+        output = self._output
+        self._text_buffer.writelines(texts)
+        self._has_new_text = True
         output.token_ids += token_ids
         if logprobs is not None:
             name_tokens(self._tokenizer, logprobs)
@@ -184,7 +207,7 @@ class CompletionText:
         token_ids: tuple[int, ...],
         logprobs: tuple[dict[int, Logprob], ...] | None,
     ) -> TextUpdate:
-        output = self.output
+        output = self._output
         return TextUpdate(
             texts,
             token_ids,

@@ -73,6 +73,19 @@ def test_resumed_answer_is_forced_again(tmp_path: Path) -> None:
     assert report.cases == 7 and not report.failures
 
 
+def test_forced_tokens_that_the_model_would_not_choose_end_all_runs(tmp_path: Path) -> None:
+    """The answer ended with an error, and so must its replays: its tokens stay forced."""
+    path = write_record(tmp_path, forced_token_ids=[7, 8, 9, 10])
+    data = json.loads(path.read_text())
+    assert data["audit"]["served"]["ending"][0] == "error"
+    data["audit"]["num_resumed"] = 2
+    path.write_text(json.dumps(data))
+    record = read_replay(path)
+    assert isinstance(record, AuditRecord)
+    report = replay_audit(record)
+    assert report.cases == 7 and not report.failures
+
+
 def test_replay_names_the_run_that_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches are wrong: the copies differ as the served answer did, the plain run does not."""
     path = write_record(tmp_path)

@@ -21,6 +21,7 @@ from lockstep import LLM
 from lockstep.check.random_adapters import write_random_adapter
 from lockstep.engine import auditor
 from lockstep.engine.async_engine import AsyncEngine, Stream
+from lockstep.engine.audit_record import MAX_RECORDS, records_in
 from lockstep.engine.auditor import is_audited
 from lockstep.engine.engine import MAX_FAILURES, Engine
 from lockstep.engine.engine_loop import Delivery, EngineLoop
@@ -137,6 +138,33 @@ def test_audit_finds_a_fault_and_writes_the_first(
         assert counts(restarted).num_audit_records == num_records
         assert str(path) in caplog.text
         path.unlink(missing_ok=True)
+
+
+def test_records_are_whole_and_bounded_over_all_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Replicas and engines that are restarted again and again share the folders."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(auditor, "gettempdir", lambda: str(tmp_path))
+    for number in range(MAX_RECORDS - 1):
+        (tmp_path / f"lockstep-audit-{number}.json").touch()
+    break_batches(monkeypatch)
+    rename = Path.rename
+    unfinished: list[list[Path]] = []
+
+    def watched(path: Path, target: Path) -> Path:
+        unfinished.append([one for one in records_in(tmp_path) if not one.name[15].isdigit()])
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", watched)
+    for num_written in (1, 0):
+        caplog.clear()
+        llm = make_engine(None, audit=1.0)
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert counts(llm).num_audit_records == len(list(tmp_path.iterdir())) == MAX_RECORDS
+        assert ("--replay " + str(tmp_path) in caplog.text) == bool(num_written)
+        assert (f"{MAX_RECORDS} files are there already" in caplog.text) == (not num_written)
+    assert unfinished == [[]]
 
 
 def test_unwritable_folder_is_replaced(
@@ -527,11 +555,25 @@ async def lose_engines_in_audits(client: AsyncEngine, count: int) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_engines_lost_in_audits_are_restarted(tmp_path: Path, forked_processes: None) -> None:
-    """More of them than may end with nothing to do."""
+async def drop_an_audit(client: AsyncEngine) -> Stats:
+    """Send a request, and return the statistics that say that its audit will not run."""
+    dropped = client.stats().audits_dropped_total
+    assert await end(client.stream(make_request("last", 2))) == "length"
+    while client.stats().audits_dropped_total == dropped:
+        await asyncio.sleep(0.01)
+    return client.stats()
+
+
+def test_audits_that_end_engines_stop(
+    tmp_path: Path, forked_processes: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else every audited request would end an engine, for ever."""
     with audited_process(engine_factories.dies_in_audits, tmp_path / "model") as client:
-        engine_factories.run(lose_engines_in_audits(client, MAX_RESTARTS + 1))
-        assert client.is_alive
+        engine_factories.run(lose_engines_in_audits(client, MAX_RESTARTS))
+        stats = engine_factories.run(drop_an_audit(client))
+        assert (stats.restarts_total, stats.num_audits_pending) == (MAX_RESTARTS, 0)
+        assert client.is_alive and stats.audited_requests_total == 0
+    assert f"audit-request {MAX_RESTARTS - 1}" in caplog.text
 
 
 def test_interrupted_call_drops_its_audits() -> None:

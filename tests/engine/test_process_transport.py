@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe, get_context
+from queue import SimpleQueue
 from typing import Any
 from unittest.mock import Mock
 
@@ -26,7 +27,7 @@ from lockstep.engine.async_engine import (
     Stream,
 )
 from lockstep.engine.engine_process import STEPS_NICENESS, lower_priority
-from lockstep.engine.messages import Began, Idle, Updates
+from lockstep.engine.messages import Began, Idle, StopAudits, Updates
 from lockstep.engine.process_transport import (
     MAX_RESTARTS,
     ProcessTransport,
@@ -76,6 +77,8 @@ def client(shared: AsyncEngine) -> AsyncEngine:
     wait_until_empty(shared)
     shared.transport._restart_times.clear()
     shared.transport._failed_requests = 0
+    shared.transport._audit_losses.clear()
+    shared.transport._are_audits_stopped = False
     return shared
 
 
@@ -435,7 +438,7 @@ def test_engine_that_serves_is_restarted_without_limit(
     assert all(transport._may_restart(serving) for _ in range(2 * MAX_RESTARTS))
     assert [transport._may_restart(idle) for _ in range(4)] == [True, True, True, False]
     transport._take(Began(["audit-a"]))
-    assert all(transport._may_restart(idle) for _ in range(2 * MAX_RESTARTS))
+    assert all(transport._may_restart(idle) for _ in range(MAX_RESTARTS))
     transport._take(Idle())
     assert transport._may_restart(serving) and transport._may_restart(idle)
     transport._has_served = False
@@ -443,6 +446,41 @@ def test_engine_that_serves_is_restarted_without_limit(
     assert transport._may_restart(explained) and transport._may_restart(serving)
     ends = [transport._may_restart(explained) for _ in range(MAX_FAILED_REQUESTS)]
     assert ends == [True] * (MAX_FAILED_REQUESTS - 1) + [False]
+
+
+def test_engine_is_idle_after_a_grammar_that_cannot_be_compiled(client: AsyncEngine) -> None:
+    """Else a loss of the idle engine would count as one during work, and never be final."""
+
+    async def work() -> None:
+        request = make_request("broken")
+        request.grammar = Mock(recipe="none")
+        with pytest.raises((RequestError, RuntimeError, AttributeError)):
+            await read(client.stream(request))
+
+    run(work())
+    wait_until(lambda: not client.transport._begun_ids)
+    assert wait_until_empty(client).num_waiting == 0
+
+
+def test_audits_stop_where_they_end_engines(
+    client: AsyncEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next engine then begins with the command that stops audits."""
+    transport = client.transport
+    monkeypatch.setattr(transport, "_commands", SimpleQueue())
+    monkeypatch.setattr(transport, "_has_served", True)
+    nothing = Loss(0, 0, 0)
+    for number in range(MAX_RESTARTS):
+        assert transport._commands.empty()
+        transport._take(Began([f"audit-{number}"]))
+        assert transport._may_restart(nothing)
+        transport._take(Idle())
+    assert "audit-2" in caplog.text and transport._commands.get() == StopAudits()
+    transport._drop_commands()
+    assert transport._commands.get() == StopAudits() and transport._commands.empty()
+    transport._take(Began(["aborted"]))
+    ends = [transport._may_restart(nothing) for _ in range(MAX_RESTARTS + 1)]
+    assert ends == [True] * MAX_RESTARTS + [False], "it is no audit"
 
 
 def test_requests_end_where_no_engine_can_be_started(

@@ -12,6 +12,7 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.text.grammars.compiler import Compiler
 from lockstep.text.processor import Processor, TextUpdate
 from lockstep.text.templates.chat_template import MAX_TEMPLATE, ChatTemplate, check_kwargs
+from lockstep.text.tokenizers.detokenizer import Detokenizer
 from tests.masks import masks_of
 
 
@@ -125,6 +126,24 @@ def test_text_updates_do_not_change_later(processor):
     assert "".join(u.delta for u in updates) == "the lazy "
     with pytest.raises(AttributeError):
         updates[0].texts = ("x",)
+
+
+def test_long_text_costs_the_same_per_token(processor, monkeypatch):
+    """Otherwise a long answer would take more and more of the server's event loop."""
+    monkeypatch.setattr(Detokenizer, "push", lambda self, token: "\u0436" * 100)
+    ratios = []
+    for _ in range(3):
+        (request,) = processor.requests("r", "fox", SamplingParams())
+        text = processor.completion(request)
+        seconds = []
+        for _ in range(10):
+            begun = time.process_time()
+            for _ in range(1000):
+                text.push([7])
+            seconds.append(time.process_time() - begun)
+        assert text.output.text == "\u0436" * 1_000_000
+        ratios.append(seconds[-1] / seconds[0])
+    assert min(ratios) < 5
 
 
 def test_conversation_has_text_and_ids(processor):

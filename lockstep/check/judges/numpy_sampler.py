@@ -49,13 +49,17 @@ class Thought:
     """Thought with which an answer begins.
 
     closing: token that ends it. budget: maximum tokens before that one, None for no limit.
+    opening: token with which the answer may begin the thought; None if the prompt has begun it.
     """
 
     closing: int
     budget: int | None = None
+    opening: int | None = None
 
     def content(self, answer: Sequence[int]) -> Sequence[int] | None:
-        """Return the answer's tokens after the thought, None inside of it."""
+        """Return the answer's tokens outside of the thought, None inside of it."""
+        if self.opening is not None and list(answer[:1]) != [self.opening]:
+            return answer
         if self.closing not in answer:
             return None
         return answer[list(answer).index(self.closing) + 1 :]
@@ -90,7 +94,11 @@ class TokenContext:
             budget = self.thought.budget
             is_used_up = budget is not None and len(self.answer) >= budget
             return {self.thought.closing} if is_used_up else None
-        return None if self.choices is None else self.choices.next_tokens(content, self.eos_ids)
+        if self.choices is None:
+            return None
+        allowed = self.choices.next_tokens(content, self.eos_ids)
+        opening = None if self.thought is None else self.thought.opening
+        return allowed if self.answer or opening is None else allowed | {opening}
 
     def forbidden_ends(self) -> frozenset[int]:
         """Return the end-of-sequence ids that are forbidden inside of a thought.

@@ -121,9 +121,9 @@ class PlainRuns:
             completions = self.engine.completions(
                 f"plain-{self._runs}", prompt, params, conversation=conversation
             )
-            thinks = conversation is not None and begins_in_thought(self.llm, conversation)
+            thought = None if conversation is None else thought_of(self.llm, conversation)
             self._answers[key] = [
-                self._run(completion, index, params, thinks)
+                self._run(completion, index, params, thought)
                 for index, completion in enumerate(completions)
             ]
         return self._answers[key]
@@ -144,23 +144,28 @@ class PlainRuns:
         return next(faults, None)
 
     def _run(
-        self, completion: Completion, index: int, params: SamplingParams, thinks: bool
+        self,
+        completion: Completion,
+        index: int,
+        params: SamplingParams,
+        thought: numpy_sampler.Thought | None,
     ) -> Answer:
-        """Run and judge one completion. thinks: it begins with a thought."""
+        """Run and judge one completion. thought: with which it begins or may begin."""
         logits = self._serve(completion)
         raw = logits.first_rows(len(completion.text.output.token_ids))
         answer = completion.answer(digest(raw).tolist())
         request = completion.request
+        thought = _within_budget(thought, request)
         mismatch = _first_fault(
             answer,
             raw,
             request,
             self._written(params, request, index),
-            self._context(request, thinks),
+            self._context(request, thought),
             self.engine.engine.plan.max_model_len,
         )
         if mismatch is None:
-            mismatch = self._wrong_form(answer, request, thinks)
+            mismatch = self._wrong_form(answer, request, thought)
         if mismatch is None:
             mismatch = self._wrong_output(completion, params)
         if mismatch is None and answer.prompt_logprobs:
@@ -171,7 +176,9 @@ class PlainRuns:
         self._record_flattest(raw)
         return answer
 
-    def _context(self, request: Request, thinks: bool) -> numpy_sampler.TokenContext:
+    def _context(
+        self, request: Request, thought: numpy_sampler.Thought | None
+    ) -> numpy_sampler.TokenContext:
         """Return the context of an answer's first token."""
         choices = self._choices(request)
         return numpy_sampler.TokenContext(
@@ -179,7 +186,7 @@ class PlainRuns:
             (),
             request.eos_token_ids,
             choices,
-            self._thought(request) if thinks else None,
+            thought,
             request.params.structured_outputs is not None and choices is None,
         )
 
@@ -197,25 +204,15 @@ class PlainRuns:
         fault = fault or texts.wrong_scores(tokenizer, output)
         return None if fault is None else (len(output.token_ids) - 1, fault)
 
-    def _thought(self, request: Request) -> numpy_sampler.Thought | None:
-        """Return the thought with which an answer begins."""
-        closing = closing_tag(self.llm)
-        if closing is None:
-            return None
-        params = request.params
-        budget = params.thinking_token_budget
-        max_tokens = request.max_total_tokens - len(request.prompt_token_ids)
-        is_limited = budget is not None and 0 <= budget < max_tokens
-        return numpy_sampler.Thought(closing, budget if is_limited else None)
-
-    def _wrong_form(self, answer: Answer, request: Request, thinks: bool) -> Mismatch | None:
+    def _wrong_form(
+        self, answer: Answer, request: Request, thought: numpy_sampler.Thought | None
+    ) -> Mismatch | None:
         """Return what is wrong with the text of a complete answer of a structured output."""
         form = request.params.structured_outputs
         tokenizer = self.llm.tokenizer
         if form is None or tokenizer is None or answer.ending != ("stop", None):
             return None
         content: Sequence[int] | None = answer.tokens[:-1]
-        thought = self._thought(request) if thinks else None
         if thought is not None:
             content = thought.content(answer.tokens[:-1])
         if content is None:  # the answer ended inside of the thought
@@ -289,16 +286,38 @@ def seed_of(params: SamplingParams, request: Request, index: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def closing_tag(llm: LLM) -> int | None:
-    """Return the token that ends a thought, None if no conversation can begin one."""
+def thought_tags(llm: LLM) -> tuple[int, int] | None:
+    """Return the tokens that begin and end a thought, None if the model has none."""
     processor = llm.processor
     tags = getattr(processor._reasoning, "TAGS", None)
     if processor.template is None or tags is None or processor.tokenizer is None:
         return None
     begin, end = (processor.tokenizer.fast.token_to_id(tag) for tag in tags)
-    if begin is None or end is None:
+    return None if begin is None or end is None else (begin, end)
+
+
+def closing_tag(llm: LLM) -> int | None:
+    """Return the token that ends a thought, None if no conversation can begin one."""
+    tags = thought_tags(llm)
+    if tags is None or not begins_in_thought(llm, Conversation("a", thinks=True)):
         return None
-    return end if begins_in_thought(llm, Conversation("a", thinks=True)) else None
+    return tags[1]
+
+
+def thought_of(llm: LLM, conversation: Conversation) -> numpy_sampler.Thought | None:
+    """Return the thought with which the answer to a conversation begins or may begin.
+
+    Where the prompt ends with neither tag, the answer may write the first one.
+    """
+    tags = thought_tags(llm)
+    if tags is None:
+        return None
+    opening, closing = tags
+    if begins_in_thought(llm, conversation):
+        return numpy_sampler.Thought(closing)
+    if _prompt_ends_with(llm, conversation, 1):
+        return None
+    return numpy_sampler.Thought(closing, opening=opening)
 
 
 def begins_in_thought(llm: LLM, conversation: Conversation) -> bool:
@@ -306,8 +325,25 @@ def begins_in_thought(llm: LLM, conversation: Conversation) -> bool:
 
     Templates of models that always think ignore `enable_thinking`.
     """
+    return _prompt_ends_with(llm, conversation, 0)
+
+
+def _prompt_ends_with(llm: LLM, conversation: Conversation, index: int) -> bool:
+    """Return whether the prompt ends with the tag of this index: 0 begins a thought, 1 ends it."""
     tags = getattr(llm.processor._reasoning, "TAGS", None)
-    return tags is not None and rendered(llm, conversation).text.rstrip().endswith(tags[0])
+    return tags is not None and rendered(llm, conversation).text.rstrip().endswith(tags[index])
+
+
+def _within_budget(
+    thought: numpy_sampler.Thought | None, request: Request
+) -> numpy_sampler.Thought | None:
+    """Return a thought that the prompt began, with the budget of the request."""
+    budget = request.params.thinking_token_budget
+    max_tokens = request.max_total_tokens - len(request.prompt_token_ids)
+    is_limited = budget is not None and 0 <= budget < max_tokens
+    if thought is None or thought.opening is not None or not is_limited:
+        return thought
+    return replace(thought, budget=budget)
 
 
 def _first_fault(

@@ -50,6 +50,10 @@ def wrong_text(
     stop = str(output.stop_reason)
     if stop not in ends:
         return f"it ended at {stop!r}, which {text!r} lacks"
+    # The first complete stop string ends an answer; of several, the longest.
+    first = min(ends, key=lambda one: (ends[one], -len(one)))
+    if stop != first:
+        return f"it ended at {stop!r} instead of {first!r} of {text!r}"
     expected = text[: ends[stop] - (0 if params.include_stop_str_in_output else len(stop))]
     if output.text != expected:
         return f"the text {output.text!r} instead of {expected!r} before the stop string {stop!r}"

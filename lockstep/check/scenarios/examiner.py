@@ -115,6 +115,8 @@ class Examiner:
             what = f"raised {type(error).__name__}: {error}"
             refused = isinstance(error, LockstepError)
             return Examination(Difference(None, 0, None, what, refused=refused), 1, Counter())
+        if result.fault is not None:
+            self._runner = None
         count = len(result.answers)
         for outcome in result.answers:
             expected = self._expected(scenario, outcome.request)[outcome.completion]
@@ -122,6 +124,9 @@ class Examiner:
             if mismatch is not None:
                 difference = Difference(outcome.request, outcome.completion, *mismatch)
                 return Examination(difference, count, result.events)
+        if result.fault is not None:
+            difference = Difference(None, 0, None, f"raised InvariantError: {result.fault}")
+            return Examination(difference, count, result.events)
         return Examination(None, count, result.events, result.met)
 
     def _expected(self, scenario: Scenario, index: int) -> list[Answer]:

@@ -55,12 +55,14 @@ class ScenarioResult:
     """Result of a scenario.
 
     answers: outputs, those of reused ids too. events: counters. met: per request, the features that
-    depend on the run and that it really had.
+    depend on the run and that it really had. fault: what is wrong with metrics, totals or memory
+    after the run; an answer that differs explains it better.
     """
 
     answers: list[PlayedAnswer]
     events: Counter[str] = field(default_factory=Counter)
     met: list[set[Event]] = field(default_factory=list)
+    fault: str | None = None
 
 
 class ScenarioRunner:
@@ -73,7 +75,8 @@ class ScenarioRunner:
     def play(self, scenario: Scenario, plain: PlainRuns) -> ScenarioResult:
         """Run a scenario and return its result.
 
-        Raises what the engine raises, and InvariantError. The runner may not be used after that.
+        Raises what the engine raises, and InvariantError. The runner may not be used after that,
+        or after a result with a fault.
         """
         plain = plain.for_kind(scenario.kind)
         self._install(scenario)
@@ -105,7 +108,6 @@ class ScenarioRunner:
             for one in driver.all
         ]
         for one in driver.all:
-            self._check_client(one)
             one.events.update(_prefix_events(scenario, one, driver.scheduler))
             events[FORCED] += one.completion.request.token_sources.count("forced")
         events.update(count_events(outcome.answer for outcome in outcomes))
@@ -113,14 +115,20 @@ class ScenarioRunner:
         for group in self.engine.engine.scheduler.cache.groups:
             host_pool = group.pool.host
             events[f"{host_pool.name} loaded from host memory"] = host_pool.num_fetched
-        check_no_leaks(self.engine.engine)
-        requests = driver.scheduler.requests[num_warm:]
-        raise_if(ledger.wrong_totals(requests, bool(events[FAILED_STEPS])))
-        raise_if(_wrong_cache_totals(driver.scheduler))
         met: list[set[Event]] = [set() for _ in scenario.requests]
         for one in driver.all:
             met[one.index] |= one.events
-        return ScenarioResult(outcomes, events, met)
+        result = ScenarioResult(outcomes, events, met)
+        try:
+            for one in driver.all:
+                self._check_client(one)
+            check_no_leaks(self.engine.engine)
+            requests = driver.scheduler.requests[num_warm:]
+            raise_if(ledger.wrong_totals(requests, bool(events[FAILED_STEPS])))
+            raise_if(_wrong_cache_totals(driver.scheduler))
+        except InvariantError as error:
+            result.fault = str(error)
+        return result
 
     def _check_client(self, progress: Progress) -> None:
         """Check the metrics of a completion, and what its client got besides tokens and text.

@@ -33,6 +33,8 @@ from lockstep.serve.requests.service import Service
 from lockstep.serve.requests.update_parser import UpdateParser
 
 ID_PREFIX = "msg_"
+CALL_PREFIX = "toolu_"
+"""Beginning of the ids of tool calls, as Anthropic's API writes them."""
 MessageEvent = (
     MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | MessagesError
 )
@@ -61,7 +63,7 @@ class MessagesWriter(ResponseWriter):
         parallel_tool_calls: bool,
     ) -> None:
         super().__init__(active, body.ignored_fields())
-        self._parser = UpdateParser(active, include_reasoning, parallel_tool_calls)
+        self._parser = UpdateParser(active, include_reasoning, parallel_tool_calls, CALL_PREFIX)
         self._blocks = ContentBlocks()
         self._errors: tuple[str, ...] = ()
         self._end: MessageEnd = {"stop_reason": None, "stop_sequence": None}

@@ -10,6 +10,7 @@ from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from lockstep.serve.http.errors import MAX_SHOWN_CHARACTERS
+from lockstep.serve.http.head_requests import ONLY_HEAD
 from lockstep.serve.http.request_id import SEND_BODY
 
 Event = Mapping[str, object]
@@ -74,16 +75,23 @@ class EventStream(StreamingResponse):
         return cls(source.stream(), source.NAMED_EVENTS, source.close, headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
+        """Send the events, or only the head."""
         try:
-            await unless_disconnected(self._send(send, scope.get(SEND_BODY, send)), receive)
+            if scope.get(ONLY_HEAD):
+                await self._send_head(send)
+                await send({"type": "http.response.body"})
+            else:
+                await unless_disconnected(self._send(send, scope.get(SEND_BODY, send)), receive)
         finally:
             self._close()
 
-    async def _send(self, send: Send, send_body: Send) -> None:
-        """Send the head, then each list of events as one chunk."""
+    async def _send_head(self, send: Send) -> None:
         head = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **head})
+
+    async def _send(self, send: Send, send_body: Send) -> None:
+        """Send the head, then each list of events as one chunk."""
+        await self._send_head(send)
         message = {"type": "http.response.body", "more_body": True}
         async for events in self._events:
             # Events that are ready together are one write, so one packet.

@@ -2,6 +2,9 @@
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+ONLY_HEAD = "lockstep.only_head"
+"""Key of the scope, which is True for HEAD: a stream then ends before its first event."""
+
 
 class HeadMiddleware:
     """ASGI middleware that answers HEAD wherever GET is answered.
@@ -16,5 +19,5 @@ class HeadMiddleware:
         """Pass the request on."""
         if scope["type"] == "http" and scope["method"] == "HEAD":
             # A copy: the protocol reads the method of its own scope.
-            scope = {**scope, "method": "GET"}
+            scope = {**scope, "method": "GET", ONLY_HEAD: True}
         await self.app(scope, receive, send)

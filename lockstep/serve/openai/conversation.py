@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from lockstep.errors import RequestError
+from lockstep.errors import RequestError, brief
 from lockstep.serve.http.errors import UNKNOWN_FIELD
 from lockstep.serve.requests.body_models import (
     ANNOTATION_FIELDS,
@@ -230,6 +230,25 @@ class Conversation(Body):
             **(processor.effort_kwargs(effort) if effort else {}),
             **self.chat_template_kwargs,
         }
+
+
+def check_call_ids(messages: Sequence[Message]) -> None:
+    """Raise RequestError for a tool result whose id no earlier tool call has.
+
+    OpenAI's and Anthropic's servers refuse such a result too. Ids are compared only where all
+    earlier calls have one.
+    """
+    known: set[str | None] = set()
+    for message in messages:
+        call_id = message.tool_call_id
+        if message.role == "tool" and call_id and call_id not in known and None not in known:
+            raise RequestError(
+                f"messages: a tool result has the id {brief(call_id)}, which no earlier tool call "
+                "has; allowed: the ids of tool calls in earlier messages. Send the call before its "
+                "result.",
+                "messages",
+            )
+        known |= {call.id for call in message.tool_calls or ()}
 
 
 def merge_system_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from lockstep.serve.openai.conversation import (
     TEXT_SCHEMA,
     Conversation,
     Message,
+    check_call_ids,
 )
 from lockstep.serve.openai.sampling_fields import MAX_IDS, SamplingFields
 from lockstep.serve.requests.body_models import (
@@ -171,6 +172,7 @@ class ChatRequest(SamplingFields, Conversation):
 
     def render(self, processor: Processor) -> Rendered:
         """Render the conversation by the chat template. Raises RequestError."""
+        check_call_ids(self.messages)
         messages = [message.sent for message in self.messages]
         return processor.conversation(
             messages, self.template_tools(), **self.template_kwargs(processor)

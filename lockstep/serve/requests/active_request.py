@@ -140,8 +140,8 @@ class ActiveRequest:
 
     The engine's updates become OutputDeltas, which wait in a queue; iterating yields them in
     batches. requests: the engine's requests, one per completion. created: Unix time in seconds.
-    deadline: Unix time at which the request ends incomplete, None for none; the constructor takes
-    it as a time of the event loop. saved: part of the answer that an earlier process had.
+    deadline: Unix time at which the request ends incomplete, None for none. saved: part of the
+    answer that an earlier process had.
     keeps_output: readers get output again and again, so it counts for the memory limit until the
     end. is_suspended: the request has ended here, and the next process goes on with it.
     """
@@ -158,7 +158,7 @@ class ActiveRequest:
         self.parsed = parsed
         self.requests = requests
         self.created = int(time.time()) if saved is None else saved.request.created
-        self.deadline = None if deadline is None else time.time() + deadline - _loop_time()
+        self.deadline = deadline
         self.keeps_output = False
         self.is_suspended = False
         self._saved = saved
@@ -166,7 +166,6 @@ class ActiveRequest:
         self._recorder: Recorder | None = None
         # The record is written when the request ends, maybe in a task without this context.
         self._context = REQUEST_CONTEXT.get()
-        self._deadline = deadline
         self._deltas: deque[OutputDelta] = deque()
         self._counter = UsageCounter(parsed)
         self._metrics = [request.metrics.copy() for request in requests]
@@ -192,9 +191,9 @@ class ActiveRequest:
         rest = list(enumerate(self.requests)) if self._saved is None else await self._read_saved()
         if not rest:
             return
-        if self._deadline is not None:
+        if self.deadline is not None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(self._deadline, self._expire)
+            self._timer = loop.call_later(self.deadline - time.time(), self._expire)
         try:
             self.service.client.submit(
                 [(request, partial(self._on_update, index)) for index, request in rest]
@@ -446,10 +445,6 @@ class ActiveRequest:
             sources,
             delta_bytes(count, sum(map(len, filter(None, entries)))),
         )
-
-
-def _loop_time() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def saved_error(error: tuple[str, str] | None) -> Exception | None:

@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from lockstep.errors import RequestError
 from lockstep.serve.http.errors import MAX_SHOWN_CHARACTERS, UnknownStreamError
@@ -120,7 +121,8 @@ class ResumableStreams:
         self._complete: dict[ResumableStream, int] = {}
         self._is_restored = asyncio.Event()
         self._is_restored.set()
-        self._lock = asyncio.Lock()
+        # A lock lives as long as a client waits for its answer.
+        self._locks: WeakValueDictionary[Key, asyncio.Lock] = WeakValueDictionary()
 
     @property
     def are_kept(self) -> bool:
@@ -201,8 +203,8 @@ class ResumableStreams:
         key = (self.owner(), response_id)
         stream = self._streams.get(key)
         if stream is None:
-            # One after the other, so that two clients of an answer do not both read it.
-            async with self._lock:
+            # Two clients of an answer do not both read it; those of others do not wait.
+            async with self._locks.setdefault(key, asyncio.Lock()):
                 stream = self._streams.get(key) or await self._read_again(key, kind)
         return stream if stream is not None and stream.kind == kind else None
 

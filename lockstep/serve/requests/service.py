@@ -153,7 +153,7 @@ class Service:
         Raises RequestError, BusyError where the queue is full, EngineDeadError while the engine
         cannot serve. While it is restarted, requests wait.
         """
-        start_time = asyncio.get_running_loop().time()
+        start_time = time.time()
         num_prompts = body.num_prompts
         self.check_model(body.model)
         fault = self.fault
@@ -187,10 +187,7 @@ class Service:
         parsed, requests = await self._in_thread(
             body, self._parse_saved, body, id_prefix, saved.request
         )
-        deadline = saved.request.deadline
-        if deadline is not None:
-            deadline += asyncio.get_running_loop().time() - time.time()
-        active = ActiveRequest(self, parsed, requests, deadline, saved)
+        active = ActiveRequest(self, parsed, requests, saved.request.deadline, saved)
         await self._start(active)
         return active
 

@@ -58,16 +58,22 @@ class UpdateParser:
     """Parser of a conversation's deltas, in the order in which they arrived.
 
     include_reasoning: False drops reasoning. parallel_tool_calls: False keeps only the first call.
-    usage: token counts of the parsed deltas, with reasoning tokens.
+    call_prefix: beginning of the ids of tool calls. usage: token counts of the parsed deltas, with
+    reasoning tokens.
     """
 
     def __init__(
-        self, active: ActiveRequest, include_reasoning: bool, parallel_tool_calls: bool
+        self,
+        active: ActiveRequest,
+        include_reasoning: bool,
+        parallel_tool_calls: bool,
+        call_prefix: str = "call_",
     ) -> None:
         self.usage = Usage(active.parsed.num_prompt_tokens)
         self._active = active
         self._include_reasoning = include_reasoning
         self._parallel_tool_calls = parallel_tool_calls
+        self._call_prefix = call_prefix
         self._states = [_CompletionState(parser) for parser in active.parsed.reply_parsers]
         self._num_reasoning_tokens = 0
 
@@ -76,7 +82,8 @@ class UpdateParser:
 
         index: number of the completion. number: number of the call in it.
         """
-        return call_id(self._active.requests[0].id, index, number, model_id)
+        request_id = self._active.requests[0].id
+        return call_id(request_id, index, number, model_id, self._call_prefix)
 
     def errors(self, index: int) -> tuple[str, ...]:
         """Return the parse errors of a completion so far."""

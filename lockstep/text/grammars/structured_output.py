@@ -27,6 +27,7 @@ from lockstep.text.grammars.compiler import (
     first_line,
 )
 from lockstep.text.grammars.conjunctions import LITERAL, check_conjunctions, check_operators
+from lockstep.text.grammars.endless_schemas import check_finite, drop_endless
 from lockstep.text.grammars.integer_bounds import add_integer_bounds
 from lockstep.text.grammars.json_schema import (
     check_depth,
@@ -133,6 +134,10 @@ def schema_of(value: Any, field: str, strict: bool = True) -> Any:
     _check_size(schema, field)
     schema = drop_ineffective(schema) if strict else drop_refused(drop_ineffective(schema))
     check_keywords(schema, field)
+    if strict:
+        check_finite(schema, field)
+    else:
+        schema = drop_endless(schema)
     normal_form = normalize(schema)
     if normal_form != schema:
         _check_size(normal_form, field)

@@ -60,12 +60,17 @@ AnswerEvent = Content | Reasoning | CallStart | CallArguments | CallEnd
 Event = AnswerEvent | CallError
 
 
-def call_id(request_id: str, completion: int, number: int, model_id: str | None) -> str:
-    """Return the id of a tool call: the model's own, or a hash of the call's position."""
+def call_id(
+    request_id: str, completion: int, number: int, model_id: str | None, prefix: str = "call_"
+) -> str:
+    """Return the id of a tool call: the model's own, or a hash of the call's position.
+
+    prefix: beginning of an id that is a hash, which differs between APIs.
+    """
     if model_id is not None:
         return model_id
     position = f"{request_id}/{completion}/{number}".encode()
-    return f"call_{blake2b(position, digest_size=12).hexdigest()}"
+    return f"{prefix}{blake2b(position, digest_size=12).hexdigest()}"
 
 
 def merge_adjacent(events: list[AnswerEvent]) -> list[AnswerEvent]:

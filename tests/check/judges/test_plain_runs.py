@@ -1,13 +1,16 @@
 """Judges of plain runs accept ties and thoughts that begin unasked, and name wrong ranks."""
 
+from dataclasses import replace
+
 import pytest
 
 from lockstep.answer import Answer
 from lockstep.check.engines import Conversation, build_plain, rendered
-from lockstep.check.judges.plain_runs import PlainRuns, _wrong_prompt
+from lockstep.check.judges.plain_runs import PlainRuns, _wrong_prompt, thought_tags
 from lockstep.outputs import RequestMetrics
 from lockstep.sampling_params import SamplingParams, StructuredOutputsParams
 from lockstep.scheduling.request import Request
+from lockstep.text.processor import Rendered
 
 
 def wrong_prompt(*entry: tuple[int, float, int]) -> str | None:
@@ -41,3 +44,33 @@ def test_template_may_ignore_that_no_thought_is_wanted(monkeypatch: pytest.Monke
     params = SamplingParams(temperature=0.0, max_tokens=6, structured_outputs=form)
     plain.answers(rendered(plain.llm, talk).ids, params, talk)
     assert not plain.faults
+
+
+@pytest.mark.parametrize("form", [{"choice": ["yes", "no"]}, {"regex": "[0-9]{2}"}])
+def test_answer_may_begin_the_thought_itself(
+    form: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt of some templates ends with neither tag. Their models write both."""
+    plain = PlainRuns(build_plain(None, {}))
+    processor = plain.llm.processor
+    render = processor.conversation
+    opening, closing = thought_tags(plain.llm) or (0, 0)
+
+    def without_tags(messages: list[dict[str, str]], enable_thinking: bool) -> Rendered:
+        prompt = render(messages, enable_thinking=True)
+        text = prompt.text.rstrip().removesuffix("<think>")
+        return replace(prompt, text=text, ids=prompt.ids[: prompt.ids.index(opening)])
+
+    monkeypatch.setattr(processor, "conversation", without_tags)
+    talk = Conversation("Hello!", thinks=True)
+    for bias in ({opening: 100.0, closing: 50.0}, {opening: -100.0}):
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=12,
+            logit_bias=bias,
+            repetition_penalty=10.0,
+            structured_outputs=StructuredOutputsParams(**form),
+        )
+        (answer,) = plain.answers(rendered(plain.llm, talk).ids, params, talk)
+        assert (answer.tokens[:2] == (opening, closing)) == (bias[opening] > 0)
+        assert not plain.faults

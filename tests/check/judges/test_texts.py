@@ -51,6 +51,22 @@ def test_token_that_ends_an_answer_has_no_text(tokenizer: Tokenizer) -> None:
         ("the harbour", "the harbour", "quiet", {}, "which 'the harbour' lacks"),
         ("the harbour was ", TEXT, "quiet", {}, "a token came after the stop string"),
         ("the harbour was quiet", "the harbour was quiet", None, {"min_tokens": 40}, None),
+        ("the ", "the harbour", "harbour", {"stop": ["quiet", "harbour"]}, None),
+        (
+            "the harbour was ",
+            "the harbour was quiet",
+            "quiet",
+            {"stop": ["quiet", "harbour"]},
+            "ended at 'quiet' instead of 'harbour'",
+        ),
+        ("the harbour was ", "the harbour was quiet", "quiet", {"stop": ["iet", "quiet"]}, None),
+        (
+            "the harbour was qu",
+            "the harbour was quiet",
+            "iet",
+            {"stop": ["iet", "quiet"]},
+            "ended at 'iet' instead of 'quiet'",
+        ),
     ],
 )
 def test_stop_strings(
@@ -62,7 +78,7 @@ def test_stop_strings(
     fault: str | None,
 ) -> None:
     params = SamplingParams(
-        stop=["quiet"],
+        stop=options.get("stop", ["quiet"]),
         max_tokens=50,
         min_tokens=options.get("min_tokens", 0),
         include_stop_str_in_output=options.get("include", False),

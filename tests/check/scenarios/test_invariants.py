@@ -16,6 +16,7 @@ from lockstep.check.scenarios.invariants import (
     InvariantError,
     ScheduleInvariants,
     check_snapshots,
+    raise_if,
 )
 from lockstep.check.scenarios.runner import ScenarioRunner
 from lockstep.check.scenarios.scenario import (
@@ -48,7 +49,7 @@ def plain(model: str) -> PlainRuns:
 @pytest.fixture(scope="module")
 def play(model: str, plain: PlainRuns) -> Callable[[Scenario], None]:
     runner = ScenarioRunner(build(model, {"load_format": "dummy", **Kind().settings()}), Kind())
-    return lambda scenario: runner.play(scenario, plain) and None
+    return lambda scenario: raise_if(runner.play(scenario, plain).fault)
 
 
 def preemption_scenario(arrival: int, abort: str = NEVER) -> Scenario:

@@ -160,6 +160,25 @@ def test_head_timeout_does_not_end_a_running_request(server, processor):
         assert b"504" in client.recv(65536)
 
 
+def test_half_closed_connection_counts_as_disconnected(server, processor):
+    """As with uvicorn and nginx: a client that went away sends nothing else than this."""
+    server.client.hang = True
+    server.client.answer = lambda request: [5]
+    with serving(server, processor) as address, connect(address) as client:
+        body = b'{"prompt": "x", "max_tokens": 9}'
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        deadline = time.monotonic() + PATIENCE
+        while not server.client.requests and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not server.client.aborted
+        client.shutdown(socket.SHUT_WR)
+        assert read_until_closed(client) == b""
+        while not server.client.aborted and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert server.client.aborted == [server.client.requests[0].id]
+
+
 def test_slow_body_times_out(server, processor):
     with serving(server, processor) as address, connect(address) as client:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"

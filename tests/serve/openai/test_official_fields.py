@@ -63,6 +63,18 @@ BASES: dict[str, dict[str, Any]] = {
     MESSAGES: {"messages": [{"role": "user", "content": "the"}], "max_tokens": 9},
     COUNT: {"messages": [{"role": "user", "content": "the"}]},
 }
+CALL_BLOCK = {"type": "tool_use", "id": "a", "name": "a", "input": {}}
+CALL = {"id": "a", "function": {"name": "a", "arguments": "{}"}}
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+    CHAT_PATH: ("messages", {"role": "assistant", "tool_calls": [CALL]}),
+    RESPONSES: (
+        "input",
+        {"type": "function_call", "call_id": "a", "name": "a", "arguments": "{}"},
+    ),
+    MESSAGES: ("messages", {"role": "assistant", "content": [CALL_BLOCK]}),
+}
+CALLS[COUNT] = CALLS[MESSAGES]
+"""Field of the conversation, and the call of which a result may be tried."""
 NEEDS: dict[tuple[str, str], dict[str, Any]] = {
     (CHAT_PATH, "top_logprobs"): {"logprobs": True},
     (CHAT_PATH, "logprobs"): {"logprobs": True},
@@ -209,6 +221,9 @@ class FieldWalk:
             body.setdefault("tools", TOOLS[self.path])
         if body.get("messages") and self.path in (MESSAGES, COUNT):
             body["messages"] = [*body["messages"], {"role": "user", "content": "the"}]
+        conversation, call = CALLS.get(self.path, ("", {}))
+        if top == conversation and "id': 'a'" in str(body[top]):
+            body[top] = [call, *body[top]]
         response = await self.client.post(self.path, json=body)
         if response.status_code in (400, 404):
             message = response.json()["error"]["message"]

@@ -123,6 +123,48 @@ def test_anthropic_message_may_be_sent_back(server: Any, exclude_none: bool, ful
         assert response.status_code == 200, response.text
 
 
+UNKNOWN = "a tool result has the id 'b', which no earlier tool call has"
+
+
+def test_chat_result_of_unknown_call_is_refused(server: Any) -> None:
+    call = {"id": "a", "function": {"name": "get", "arguments": "{}"}}
+    turns = {name: {"role": "assistant", "tool_calls": [{**call, "id": name}]} for name in "ab"}
+    result = {"role": "tool", "tool_call_id": "b", "content": "3"}
+    for messages in ([turns["a"], result], [result], [result, turns["b"]]):
+        response = post(server, CHAT_PATH, messages=[*USER, *messages], tools=TOOLS)
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert error["message"].startswith(f"messages: {UNKNOWN}") and error["param"] == "messages"
+    assert not server.client.requests
+    nameless = {"role": "assistant", "tool_calls": [{"function": call["function"]}]}
+    plain = {"role": "tool", "content": "3"}
+    for messages in ([turns["b"], turns["a"], result], [nameless, result], [turns["a"], plain]):
+        response = post(server, CHAT_PATH, messages=[*USER, *messages], tools=TOOLS)
+        assert response.status_code == 200, response.text
+
+
+def test_response_item_of_unknown_call_is_refused(server: Any) -> None:
+    call = {"type": "function_call", "call_id": "a", "name": "get", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "b", "output": "3"}
+    response = post(server, RESPONSES, input=[*USER, call, result], tools=[FUNCTION])
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["message"].startswith(f"input: {UNKNOWN}") and error["param"] == "input"
+
+
+@pytest.mark.parametrize("path", [MESSAGES, f"{MESSAGES}/count_tokens"])
+def test_anthropic_result_of_unknown_call_is_refused(server: Any, path: str) -> None:
+    call = {"type": "tool_use", "id": "a", "name": "get", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "b", "content": "3"}
+    turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    body = {"max_tokens": 9} if path == MESSAGES else {}
+    response = post(server, path, messages=[*USER, *turns], **body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith(f"messages: {UNKNOWN}")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "index"),
     [

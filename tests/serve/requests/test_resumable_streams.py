@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,7 +142,9 @@ async def asked(running: Running, path: str, body: dict[str, Any]) -> AsyncItera
 
 def plain(stream: str) -> list[str]:
     """Return the lines of a stream without its ids and times."""
-    without_id = re.sub(r"(chatcmpl-|cmpl-|msg_|resp_|rs_|fc_|call_)[0-9a-f]{8,32}", r"\1", stream)
+    without_id = re.sub(
+        r"(chatcmpl-|cmpl-|msg_|resp_|rs_|fc_|call_|toolu_)[0-9a-f]{8,32}", r"\1", stream
+    )
     without_id = re.sub(r'"(id|call_id)":"call_[^"]*"', '"id":""', without_id)
     return re.sub(r'"(created|created_at|seed)":-?\d+', r'"\1":0', without_id).splitlines()
 
@@ -411,6 +414,25 @@ def test_shutdown_leaves_answers_open(servers: Servers) -> None:
         run(work(path, body))
 
 
+def test_deadline_outlives_the_process(servers: Servers) -> None:
+    async def work() -> None:
+        path, body = BODIES[0]
+        first = servers.start(servers.folder / "journal", tokens=4)
+        begun = time.time()
+        async with asked(first, path, {**body, "timeout": 1.0}) as answer_id:
+            (active,) = first.service._active
+            second = servers.start(servers.killed(first), tokens=4)
+            await second.service.streams.restore()
+            (resumed,) = second.service._active
+            assert active.deadline == resumed.deadline
+            async with second.http() as http:
+                rest = (await http.get(f"{path}/{answer_id}?stream=true")).text
+        assert "the request's time was up" in rest
+        assert 0.9 < time.time() - begun < 20
+
+    run(work())
+
+
 def test_engine_that_ends_leaves_answers_open(servers: Servers) -> None:
     async def work() -> None:
         first = servers.start(servers.folder / "journal", tokens=4)
@@ -447,6 +469,26 @@ def test_stream_without_a_reader_ends_in_time(servers: Servers) -> None:
     run(work())
 
 
+@pytest.mark.parametrize(("path", "body"), BODIES)
+def test_head_of_a_stream_reads_no_events(
+    servers: Servers, path: str, body: dict[str, Any]
+) -> None:
+    """A stream that runs is no reason for HEAD to wait, and HEAD is no reader of it."""
+
+    async def work() -> None:
+        running = servers.start(tokens=4)
+        async with asked(running, path, body) as answer_id, running.http() as http:
+            (stream,) = running.service.streams._streams.values()
+            num_readers = stream._num_readers
+            head = http.head(f"{path}/{answer_id}?stream=true&starting_after=0")
+            response = await asyncio.wait_for(head, 5)
+            assert (response.status_code, response.content) == (200, b"")
+            assert response.headers["content-type"].startswith("text/event-stream")
+            assert stream._num_readers == num_readers and running.service.num_active == 1
+
+    run(work())
+
+
 def test_abandoned_streams_leave_the_journal(servers: Servers) -> None:
     async def work() -> None:
         first = servers.start(servers.folder / "journal", tokens=4, seconds=0.05)
@@ -474,16 +516,44 @@ def test_delete_ends_a_stream(servers: Servers) -> None:
     run(work())
 
 
-def test_streams_in_memory_do_not_wait_for_the_journal(servers: Servers) -> None:
-    """Reading a long answer of an earlier process again takes a while."""
+def test_slow_answer_of_the_journal_delays_no_other(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading a long answer of an earlier process takes seconds. It is read once."""
+    is_read = threading.Event()
+    reads: list[str] = []
+    read = Journal.read
+
+    def slow_read(journal: Journal, records: Any) -> Any:
+        saved = read(journal, records)
+        assert saved is not None
+        reads.append(saved.request.id)
+        if saved.request.id == slow_id:
+            assert is_read.wait(20)
+        return saved
 
     async def work() -> None:
-        running = servers.start(tokens=3)
-        async with asked(running, *BODIES[0]) as answer_id, running.http() as http:
-            async with running.service.streams._lock:
-                response = await http.delete(f"/v1/chat/completions/{answer_id}")
-            assert response.json() == {"id": answer_id, "deleted": True}
+        nonlocal slow_id
+        path, body = BODIES[2]
+        first = servers.start(servers.folder / "journal")
+        async with first.http() as http:
+            told = [(await http.post(path, json={**body, "stream": True})).text for _ in range(2)]
+        slow_id, other_id = (re.findall(r"id: (\S+):0\n", text)[0] for text in told)
+        monkeypatch.setattr(Journal, "read", slow_read)
+        second = servers.start(servers.killed(first))
+        async with second.http() as http:
+            urls = [f"{path}/{one}?stream=true" for one in (slow_id, slow_id, other_id, "cmpl-1")]
+            slow = [asyncio.create_task(http.get(url)) for url in urls[:2]]
+            while not reads:
+                await asyncio.sleep(0.001)
+            assert (await asyncio.wait_for(http.get(urls[2]), 10)).text == told[1]
+            assert (await asyncio.wait_for(http.get(urls[3]), 10)).status_code == 404
+            is_read.set()
+            assert [response.text for response in await asyncio.gather(*slow)] == [told[0]] * 2
+        assert sorted(reads) == sorted([slow_id, other_id]), "two clients read it once"
+        assert not second.service.streams._locks
 
+    slow_id = ""
     run(work())
 
 
