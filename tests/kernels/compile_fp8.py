@@ -70,18 +70,19 @@ def compile_hopper(block_ks: tuple[int, ...]) -> None:
     for block_k, tokens, may_split in product(block_ks, TOKENS, (True, False)):
         weight = Fp8Weight.empty(N, K, BLOCK, block_k, device="meta")
         x = torch.empty(tokens, K, dtype=torch.bfloat16, device="meta")
-        tile = choose_hopper_tile(tokens, SPLIT_K, may_split)
+        tile = choose_hopper_tile(tokens, may_split)
         out: Tensor = torch.empty(tokens, N, dtype=torch.bfloat16, device="meta")
-        if tile.count < SPLIT_K:
+        if tile.splits:
             out = torch.empty(SPLIT_K, tokens, N, device="meta")
         launch_hopper(x, weight, SPLIT_K, tile, target, out)
         result = compiled.made[-1]
         ptx = result.asm["ptx"]
         assert re.search(PRODUCT[90], ptx), tokens
+        partitions = 1 if tile.splits else SPLIT_K
         # Two consumers, each with the code of every partition.
         outputs = 2 * ROWS.value * tile.tokens // 128
         additions = len(re.findall(r"add(?:\.rn)?\.f32 ", ptx))
-        assert additions == outputs * (2 * tile.count - 1), (tokens, tile, additions)
+        assert additions == outputs * (2 * partitions - 1), (tokens, tile, additions)
         print("hopper", block_k, tokens, tile, *resource_usage(result.asm["cubin"]), flush=True)
 
 

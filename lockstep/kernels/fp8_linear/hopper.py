@@ -27,7 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.kernels.architecture import HOPPER
 from lockstep.kernels.backends import gpu_trait, resolve_architecture
-from lockstep.kernels.compile_target import CompileTarget, compile_target
+from lockstep.kernels.compile_target import CompileTarget
 from lockstep.kernels.device.pipeline import next_stage
 from lockstep.kernels.device.swizzle import swizzled_tile
 from lockstep.kernels.formats.weights import K_BLOCK as WORD_COLUMNS
@@ -38,10 +38,10 @@ from lockstep.kernels.fp8_linear.triton import (
     Fp8Tile,
     choose_tile,
     fp8_linear_triton,
+    multiply,
     quantize_rows_triton,
 )
 from lockstep.kernels.linear import partition_length
-from lockstep.kernels.linear.triton import reduce_partials
 
 K_BLOCK = gl.constexpr(WORD_COLUMNS)
 """Columns of a block, and of a stage."""
@@ -278,13 +278,12 @@ def fp8_gemm_hopper_kernel(
 class HopperTile:
     """Tile of a launch: `tokens` tokens, CTA_ROWS outputs. All tiles give the same bits.
 
-    count: split-K partitions that a tile adds up. If there are more, the others are tiles of their
-    own, and a second pass adds them.
+    splits: each split-K partition is a tile of its own, and a second pass adds them.
     """
 
     tokens: int
     stages: int
-    count: int
+    splits: bool
 
 
 STAGES = {16: 11, 32: 10, 64: 8, WIDE.value: 6}
@@ -297,7 +296,7 @@ GROUP = 16
 """Row tiles that share a column tile's weights in L2."""
 
 
-def choose_hopper_tile(tokens: int, split_k: int, may_split: bool) -> HopperTile:
+def choose_hopper_tile(tokens: int, may_split: bool) -> HopperTile:
     """Return the tile. may_split: the partials may be written to memory.
 
     Times are in docs/kernels/fp8_linear.md.
@@ -305,8 +304,7 @@ def choose_hopper_tile(tokens: int, split_k: int, may_split: bool) -> HopperTile
     size = next((size for size in STAGES if min(tokens, NARROW) <= size), NARROW)
     if tokens > MAX_NARROW:
         size = WIDE.value
-    splits = may_split and tokens <= MAX_NARROW
-    return HopperTile(size, STAGES[size], 1 if splits else split_k)
+    return HopperTile(size, STAGES[size], may_split and tokens <= MAX_NARROW)
 
 
 def fits(weight: Fp8Weight, split_k: int) -> bool:
@@ -320,7 +318,7 @@ def tile_of(
 ) -> HopperTile | Fp8Tile:
     """Return the tile of this kernel, or that of triton.py where the kernel does not run."""
     if target.arch == HOPPER and fits(weight, split_k):
-        return choose_hopper_tile(tokens, split_k, may_split)
+        return choose_hopper_tile(tokens, may_split)
     return choose_tile(tokens, split_k, may_split, target)
 
 
@@ -332,7 +330,7 @@ def launch_hopper(
     target: CompileTarget,
     out: Tensor,
 ) -> None:
-    """Fill out [T, N], or partials [split_k, T, N] fp32 where a tile adds up one partition."""
+    """Fill out [T, N], or partials [split_k, T, N] fp32 where the tile splits."""
     words, x_scales = quantize_rows_triton(x, weight.block_k)
     tokens = len(x)
     n, k = weight.shape
@@ -346,13 +344,14 @@ def launch_hopper(
         flat = x_scales.as_strided((x_scales.stride(1) * x_scales.shape[1],), (1,))
         copied = max(tile.tokens, SCALE_ALIGNMENT)
         x_scales_desc = TensorDescriptor.from_tensor(flat, [copied], SCALES_LAYOUT)
-    parts = split_k // tile.count
+    count = 1 if tile.splits else split_k
+    parts = split_k // count
     tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(n, CTA_ROWS) * parts
     fp8_gemm_hopper_kernel[(min(tiles, target.num_sms),)](
         x_desc, w_desc, x_scales_desc, x_scales, weight.scales, out, tokens, n,
         triton.cdiv(k, WORD_COLUMNS), triton.cdiv(partition_length(k, split_k), WORD_COLUMNS),
         weight.first, x_scales.stride(1), weight.scales.stride(0), out.stride(-2), tiles,
-        tile.count, GROUP, weight.block_n, by_block, tile.stages,
+        count, GROUP, weight.block_n, by_block, tile.stages,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -377,16 +376,7 @@ def fp8_linear_hopper(
 
     Weights that do not fit go through triton.py.
     """
-    tokens = len(x)
-    if not tokens or not fits(weight, split_k):
+    if not fits(weight, split_k):
         return fp8_linear_triton(x, weight, split_k, allow_partials, out)
-    n = weight.shape[0]
-    target = compile_target(x.device)
-    tile = choose_hopper_tile(tokens, split_k, out is None)
-    if tile.count < split_k:
-        partials = torch.empty(split_k, tokens, n, dtype=torch.float32, device=x.device)
-        launch_hopper(x, weight, split_k, tile, target, partials)
-        return partials if allow_partials else reduce_partials(partials, x.dtype)
-    y = x.new_empty(tokens, n) if out is None else out
-    launch_hopper(x, weight, split_k, tile, target, y)
-    return y
+    tile = choose_hopper_tile(len(x), out is None)
+    return multiply(launch_hopper, x, weight, split_k, tile, allow_partials, out)

@@ -6,7 +6,9 @@ read the whole row in every CTA before its first product. See docs/kernels/fp8_l
 hopper.py has the product on Hopper, and triton.py that of weights which it does not fit.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -117,6 +119,32 @@ def launch(
     )  # fmt: skip
 
 
+def multiply(
+    launch: Callable[..., None],
+    x: Tensor,
+    weight: Fp8Weight,
+    split_k: int,
+    tile: Any,
+    allow_partials: bool,
+    out: Tensor | None,
+) -> Tensor:
+    """Compute fp8_linear by a launcher (x, weight, split_k, tile, target, out) of a kernel.
+
+    Where the tile splits, it fills partials [split_k, T, N] fp32, else the result.
+    """
+    tokens = len(x)
+    n = weight.shape[0]
+    target = compile_target(x.device)
+    if tokens and tile.splits and split_k > 1:
+        partials = torch.empty(split_k, tokens, n, dtype=torch.float32, device=x.device)
+        launch(x, weight, split_k, tile, target, partials)
+        return partials if allow_partials else reduce_partials(partials, x.dtype)
+    y = x.new_empty(tokens, n) if out is None else out
+    if tokens:
+        launch(x, weight, split_k, tile, target, y)
+    return y
+
+
 @fp8_linear.backend("triton", supports=gpu_trait)
 def fp8_linear_triton(
     x: Tensor,
@@ -126,15 +154,5 @@ def fp8_linear_triton(
     out: Tensor | None = None,
 ) -> Tensor:
     """See lockstep.kernels.fp8_linear.contract.fp8_linear. Last strides must be 1."""
-    tokens = x.shape[0]
-    n = weight.shape[0]
-    target = compile_target(x.device)
-    tile = choose_tile(tokens, split_k, out is None, target)
-    if tokens and tile.splits and split_k > 1:
-        partials = torch.empty(split_k, tokens, n, dtype=torch.float32, device=x.device)
-        launch(x, weight, split_k, tile, target, partials)
-        return partials if allow_partials else reduce_partials(partials, x.dtype)
-    y = x.new_empty(tokens, n) if out is None else out
-    if tokens:
-        launch(x, weight, split_k, tile, target, y)
-    return y
+    tile = choose_tile(len(x), split_k, out is None, compile_target(x.device))
+    return multiply(launch, x, weight, split_k, tile, allow_partials, out)
