@@ -556,8 +556,8 @@ def _object(text: str) -> Any:
             return text
         # Halves come from escapes: a text that has one itself is refused with its message.
         written = _json(value) if "\\u" in text else ""
-        whole = written.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return value if whole == written else json.loads(whole)
+        replaced = written.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return value if replaced == written else json.loads(replaced)
     except (ValueError, RecursionError):
         return text
 
