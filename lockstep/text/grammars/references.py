@@ -25,6 +25,7 @@ NAME_LIST = re.compile(rf"\^(?:({_NAME})|\((?:\?:)?({_NAME}(?:\|{_NAME})*)\))\$"
 """Pattern that matches one text, or each of a list of texts, written without other operators."""
 NAME = re.compile(rf"(?:^|\|)({_NAME})")
 """Text of a NAME_LIST, with its escapes."""
+COUNTS = frozenset(("minProperties", "maxProperties"))
 ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 
 
@@ -72,7 +73,7 @@ class _Canonical:
         more = changed.get("additionalProperties")
         if isinstance(more, dict) and not set(more) - set(NOTES):
             changed["additionalProperties"] = True
-        changed = _without_covered_patterns(changed)
+        changed = _with_listed_names(changed)
         for keyword in UNIONS:
             changed = self._tagged(changed, keyword)
         return changed
@@ -180,11 +181,11 @@ def _with_types(node: Json) -> Json:
     return {**{k: v for k, v in node.items() if k != "type"}, **({"type": named} if named else {})}
 
 
-def _without_covered_patterns(node: Json) -> Json:
-    """Return an object's schema in which no pattern matches only declared or required names.
+def _with_listed_names(node: Json) -> Json:
+    """Return an object's schema in which patterns that list names are properties.
 
-    Such a pattern's schema moves to these properties. llguidance would allow a comma before a
-    property that matches the pattern, and find no name for it.
+    If all names of a pattern are declared, there or in a schema that is combined with this one,
+    llguidance would allow a comma before a property of the pattern, and find no name for it.
     """
     patterns, properties = node.get("patternProperties"), node.get("properties") or {}
     required = node.get("required") or []
@@ -192,8 +193,14 @@ def _without_covered_patterns(node: Json) -> Json:
         return node
     if not isinstance(required, list):
         return node
+    declared = {*properties, *required}
+    # llguidance counts properties only where none of the named ones is optional.
+    is_counted = not COUNTS.isdisjoint(node)
+    listed = {pattern: _names_of(pattern) for pattern in patterns}
     moved = {
-        p: names for p in patterns if (names := _names_of(p)) and names <= {*properties, *required}
+        pattern: names
+        for pattern, names in listed.items()
+        if names and (names <= declared or not is_counted)
     }
     if not moved:
         return node

@@ -206,8 +206,12 @@ DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
             "properties": {"a": DIGIT, "b.c": {"type": "boolean"}},
             "patternProperties": {r"^(a|b\.c)$": {}, "^(?:a)$": {"type": "integer"}},
         },
+        {
+            "allOf": [{"patternProperties": {"^a$": {"type": "integer"}}}],
+            "properties": {"a": DIGIT},
+        },
     ],
-    ids=["declared", "required", "alternatives"],
+    ids=["declared", "required", "alternatives", "combined"],
 )
 def test_patterns_of_declared_names_allow_no_further_property(
     compiler: Compiler, schema: Any
