@@ -49,11 +49,11 @@ def _moved(
 ) -> Json:
     # Draft 4 has a boolean, which makes the other keyword's bound exclusive.
     is_draft_4 = node.get(exclusive) is True
-    bound = node.get(inclusive if is_draft_4 else exclusive)
+    bound: Any = node.get(inclusive if is_draft_4 else exclusive)
     if not is_number(bound) or bound != int(bound) or len(str(abs(int(bound)))) >= MAX_DIGITS:
         return node
-    others = [to_decimal(node[name]) for name in opposite if is_number(node.get(name))]
-    widths = [(other - int(bound)) * direction for other in others]
+    opposite_bounds = [to_decimal(node[name]) for name in opposite if is_number(node.get(name))]
+    widths = [(other - int(bound)) * direction for other in opposite_bounds]
     if not joined and not any(0 < width < 1 for width in widths):
         return node
     moved_bound = _beside(int(bound), direction, min((w for w in widths if w > 0), default=None))
