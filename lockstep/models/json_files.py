@@ -19,8 +19,12 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
         if len(data) > MAX_BYTES:
             raise ValueError(f"it is longer than {MAX_BYTES} bytes")
         raw = json.loads(data.decode("utf-8"))
-        if not isinstance(raw, dict) or not isinstance(raw.get("text_config", {}), dict):
+        if not isinstance(raw, dict):
             raise ValueError("it holds no JSON object")
+        if raw.get("text_config") is None:
+            raw.pop("text_config", None)  # null counts as absent
+        elif not isinstance(raw["text_config"], dict):
+            raise ValueError("its text_config is no JSON object")
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({path_fault(error)}). {remedy}") from None
     return raw

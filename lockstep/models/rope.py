@@ -142,6 +142,9 @@ class YarnRope(Rope):
         rope.need(theta > 1, "rope_theta", "numbers above 1 with this rope_type")
         original = _trained(rope, trained)
         factor = _factor(rope, trained)
+        # Factors of the paper's code. vLLM follows them and transformers does not.
+        for name in ("attn_factor", "extrapolation_factor"):
+            rope.one_of(name, 1, 1.0, default=1)
         # 0 counts as absent, as in transformers.
         mscale = rope.get("mscale", float, 0.0)
         mscale_all_dim = rope.get("mscale_all_dim", float, 0.0)

@@ -197,7 +197,7 @@ def _check_index(folder: Path, index: Mapping[str, str], files: Mapping[str, Pat
         if name not in files:
             allowed = f"files of the folder: {brief_list(sorted(files)) or 'there is none'}"
             field = f"{folder / INDEX} weight_map[{tensor[:100]!r}]"
-            remedy = f"Fetch the missing file again, or an {INDEX} that fits the folder."
+            remedy = f"Fetch the missing file again, or a {INDEX} that fits the folder."
             raise choice_error(CheckpointError, field, name, allowed, remedy)
 
 

@@ -29,6 +29,7 @@ from lockstep.quantization.storage import (
     Storage,
     StoredWeightFormat,
     enclosing_modules,
+    is_stored_quantized,
     non_fp8_kv_setting,
     resolve_storage,
 )
@@ -47,6 +48,7 @@ STORAGES: Mapping[str, Storage] = {
     "W4A16_NVFP4": _NVFP4,
 }
 """Storage of each quant_algo."""
+HEAD = "lm_head"
 WILDCARDS = "*?["
 """Characters that make an entry a wildcard pattern."""
 LISTS = ("exclude_modules", "ignore")
@@ -123,7 +125,9 @@ class ModelOpt(StoredWeightFormat):
             kind = read_algorithm(layer)
             return resolve_storage(module, STORAGES[kind], f"{layer.within}quant_algo={kind!r}")
         entry = self.excluded.find(module)
-        if entry is not None:
+        # The tool lists the head as excluded even where it has quantized it.
+        is_listed_head = module.path == HEAD and is_stored_quantized(module)
+        if entry is not None and not is_listed_head:
             setting = f"{SETTINGS_PREFIX}{self.setting_by_entry[entry]} ({entry!r})"
             return resolve_storage(module, None, setting)
         if self.algorithm == MIXED:

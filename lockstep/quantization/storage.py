@@ -119,8 +119,7 @@ def resolve_storage(
     if module.tensors is None:
         return None if module.path.rpartition(".")[2] in NOT_NN_LINEAR else expected
     weight = module.tensors.get("weight")
-    not_float = weight is not None and weight.dtype not in FLOAT_NAMES
-    quantized = not_float or any(suffix in module.tensors for suffix in SIDECARS)
+    quantized = is_stored_quantized(module)
     if expected is None:
         if quantized:
             raise contradiction_error(module, f"{setting} asks for a weight that is not quantized")
@@ -138,6 +137,14 @@ def resolve_storage(
     if not all(suffix in module.tensors for suffix in expected.needs(module)):
         raise contradiction_error(module, f"{setting} asks for {needed}")
     return expected
+
+
+def is_stored_quantized(module: CheckpointLinear) -> bool:
+    """Return whether the tensors are those of a quantized weight; False without files."""
+    tensors = module.tensors or {}
+    weight = tensors.get("weight")
+    not_float = weight is not None and weight.dtype not in FLOAT_NAMES
+    return not_float or any(suffix in tensors for suffix in SIDECARS)
 
 
 def non_fp8_kv_setting(settings: SettingsReader) -> str | None:

@@ -413,6 +413,13 @@ def test_settings_in_text_config(tmp_path: Path, checkpoint: Any) -> None:
     assert answer(build(folder, speculative_config=MTP)) == checkpoint[1]
 
 
+def test_null_for_text_config_counts_as_absent(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    plain = Checkpoint.read(folder)
+    (folder / "config.json").write_text(json.dumps({**plain.raw, "text_config": None}))
+    assert Checkpoint.read(folder).raw == plain.raw
+
+
 def test_checkpoint_dtype_is_known_or_refused() -> None:
     config = EngineConfig()
     assert pick_dtype(config, {}, "cuda") == torch.bfloat16

@@ -97,6 +97,20 @@ def test_older_rope_settings(name: str) -> None:
     assert rope_of({**older, **top}) == rope_of(config(SETTINGS[name]))
 
 
+def test_factors_of_yarn_that_change_nothing_are_allowed() -> None:
+    """Checkpoints that were extended by other tools name them.
+
+    https://github.com/unslothai/unsloth/issues/2984
+    """
+    named = {"attn_factor": 1.0, "extrapolation_factor": 1}
+    assert rope_of(config({**YARN, **named})) == rope_of(config(YARN))
+    for name in named:
+        with pytest.raises(CheckpointError, match=f"{name}=1.2.*allowed: 1"):
+            rope_of(config({**YARN, name: 1.2}))
+        with pytest.raises(CheckpointError, match=name):
+            rope_of(config({**SETTINGS["linear"], name: 1.2}))
+
+
 def test_longrope_factors_follow_max_model_len() -> None:
     rope = rope_of(config(LONGROPE))
     tables = []

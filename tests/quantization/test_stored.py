@@ -351,6 +351,22 @@ def test_quantized_head_needs_no_setting() -> None:
     assert read(BLOCKS).layout(module_of(None, 192, 144, "lm_head")) is None
 
 
+@pytest.mark.parametrize("entry", ["lm_head", "lm_head*"])
+def test_quantized_head_of_modelopt_may_be_listed_as_excluded(entry: str) -> None:
+    """The tool wrote lm_head into the list whether it had quantized it or not.
+
+    https://github.com/NVIDIA/Model-Optimizer/pull/504
+    https://github.com/vllm-project/vllm/issues/45102
+    """
+    tensors = CASES["modelopt nvfp4"].write(192, 144, 2).tensors
+    weight_format = read(modelopt("NVFP4", exclude_modules=[entry, "model.layers.0.mlp*"]))
+    assert weight_format.layout(module_of(tensors, 192, 144, "lm_head")) is not None
+    for listed in (PLAIN, {}, None):
+        assert weight_format.layout(module_of(listed, 192, 144, "lm_head")) is None
+    with pytest.raises(CheckpointError, match=f"{PATH} has the tensors"):
+        weight_format.layout(module_of(tensors, 192, 144, PATH))
+
+
 @pytest.mark.parametrize(
     "entry", [PATH, f"model.{PATH}", f"model.language_model.{PATH}", "model.layers.0", "down_proj"]
 )

@@ -309,7 +309,7 @@ WRONG_MESSAGES = [
     ([{"role": "user", "a": [0] * 100_000}], "characters"),
 ] + [
     ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": a}}]}], CALLS)
-    for a in (5, [5], '{"a": 1e999}', '{"a": "\\ud800"}')
+    for a in (5, [5], {"a": float("inf")}, {"a": "\ud800"}, '{"a": "\ud800"}')
 ]
 
 

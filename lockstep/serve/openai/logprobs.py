@@ -130,13 +130,13 @@ def text_logprobs(
         logprobs["tokens"].append(_text_name(tokenizer, token_id, as_ids))
         chosen = entry.get(token_id) if entry else None
         logprobs["token_logprobs"].append(_finite(chosen.logprob) if chosen else None)
-        # The last of equal keys counts: it must be that of the chosen token.
-        ordered = sorted((entry or {}).items(), key=lambda item: item[0] == token_id)
         top = {
             _text_name(tokenizer, top_id, as_ids): _finite(logprob.logprob)
-            for top_id, logprob in ordered
-            if logprob.rank <= num_top or top_id == token_id
+            for top_id, logprob in _likeliest(entry or {}, num_top)
         }
+        if chosen:
+            # It may be below the likeliest, and of equal names its own log-probability counts.
+            top[logprobs["tokens"][-1]] = _finite(chosen.logprob)
         logprobs["top_logprobs"].append(top if entry else None)
     return logprobs
 

@@ -308,7 +308,7 @@ class CompletionRequest(SamplingFields):
         if isinstance(prompt, str):
             return [prompt]
         if not isinstance(prompt, list) or not prompt:
-            fault = "[] is empty" if prompt == [] else f"is a {_json_type(prompt)}"
+            fault = "[] is empty" if prompt == [] else f"is {_json_type(prompt)}"
             raise RequestError(f"prompt {fault}; send text or token ids.", "prompt")
         if not isinstance(prompt[0], (str, list)):
             return [prompt]
@@ -320,7 +320,7 @@ class CompletionRequest(SamplingFields):
         for i, entry in enumerate(prompt):
             if type(entry) is not type(prompt[0]):
                 raise RequestError(
-                    f"prompt[{i}] is a {_json_type(entry)}, prompt[0] a {_json_type(prompt[0])}; "
+                    f"prompt[{i}] is {_json_type(entry)}, prompt[0] {_json_type(prompt[0])}; "
                     "allowed: all texts, or all lists of token ids. Send one kind.",
                     "prompt",
                 )
@@ -328,14 +328,14 @@ class CompletionRequest(SamplingFields):
 
 
 def _json_type(value: Any) -> str:
-    """Return JSON's name of a value's type."""
+    """Return JSON's name of a value's type, with its article."""
     names: Mapping[type, str] = {
-        str: "string",
-        bool: "boolean",
-        int: "number",
-        float: "number",
-        list: "list",
-        dict: "object",
+        str: "a string",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        list: "a list",
+        dict: "an object",
     }
     return names.get(type(value), "null")
 

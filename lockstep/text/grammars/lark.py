@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from lockstep.errors import RequestError
+from lockstep.text.grammars.exclusive_bounds import move_whole_bounds
 from lockstep.text.grammars.integer_bounds import add_integer_bounds
 
 Json = dict[str, Any]
@@ -138,7 +139,7 @@ class Rules:
             name: tool.schema[name] for name in DEFINITION_KEYWORDS if name in tool.schema
         }
         options = {"json_allowed_escapes": escapes_of([definitions, part]), **SPACING, **options}
-        limited = add_integer_bounds({**definitions, **part})
+        limited = add_integer_bounds(move_whole_bounds({**definitions, **part}))
         written = json.dumps({**limited, "x-guidance": options})
         return self.rule(f"%json {written}")
 

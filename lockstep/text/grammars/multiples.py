@@ -44,7 +44,7 @@ def check_multiples(source: str, field: str) -> None:
 
 def objects_of_schemas(source: str) -> list[list[Json]]:
     """Return the objects of each JSON schema in a Lark grammar."""
-    return [list(_objects(schema)) for schema in schemas_of(source)]
+    return [list(objects_in(schema)) for schema in schemas_of(source)]
 
 
 def schemas_of(source: str) -> Iterator[Json]:
@@ -57,7 +57,7 @@ def schemas_of(source: str) -> Iterator[Json]:
             continue
 
 
-def _objects(value: Any) -> Iterator[Json]:
+def objects_in(value: Any) -> Iterator[Json]:
     """Yield all objects in a value; a reference may point to any of them."""
     pending = [value]
     while pending:

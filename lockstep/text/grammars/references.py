@@ -20,6 +20,13 @@ COMPANIONS = (*NOTES, HOISTED, "definitions", "$schema", "$id", "$anchor")
 UNIONS = ("oneOf", "anyOf")
 MAX_CHAIN = 64
 """Maximum length of a chain of references."""
+_NAME = r"(?:[^\\^$.|?*+()\[\]{}]|\\[^A-Za-z0-9])*"
+NAME_LIST = re.compile(rf"\^(?:({_NAME})|\((?:\?:)?({_NAME}(?:\|{_NAME})*)\))\$")
+"""Pattern that matches one text, or each of a list of texts, written without other operators."""
+NAME = re.compile(rf"(?:^|\|)({_NAME})")
+"""Text of a NAME_LIST, with its escapes."""
+COUNTS = frozenset(("minProperties", "maxProperties"))
+ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 
 
 def normalize(schema: Any) -> Any:
@@ -66,6 +73,7 @@ class _Canonical:
         more = changed.get("additionalProperties")
         if isinstance(more, dict) and not set(more) - set(NOTES):
             changed["additionalProperties"] = True
+        changed = _with_listed_names(changed)
         for keyword in UNIONS:
             changed = self._tagged(changed, keyword)
         return changed
@@ -171,6 +179,50 @@ def _with_types(node: Json) -> Json:
         named = list(dict.fromkeys(map(json_type, named)))
         named = "" if "" in named else named
     return {**{k: v for k, v in node.items() if k != "type"}, **({"type": named} if named else {})}
+
+
+def _with_listed_names(node: Json) -> Json:
+    """Return an object's schema in which patterns that list names are properties.
+
+    If all names of a pattern are declared, there or in a schema that is combined with this one,
+    llguidance would allow a comma before a property of the pattern, and find no name for it.
+    """
+    patterns, properties = node.get("patternProperties"), node.get("properties") or {}
+    required = node.get("required") or []
+    if not isinstance(patterns, dict) or not isinstance(properties, dict):
+        return node
+    if not isinstance(required, list):
+        return node
+    declared = {*properties, *required}
+    # llguidance counts properties only where none of the named ones is optional.
+    is_counted = not COUNTS.isdisjoint(node)
+    listed = {pattern: _names_of(pattern) for pattern in patterns}
+    moved = {
+        pattern: names
+        for pattern, names in listed.items()
+        if names and (names <= declared or not is_counted)
+    }
+    if not moved:
+        return node
+    merged = dict(properties)
+    for pattern, names in moved.items():
+        for name in sorted(names):
+            parts = [merged[name]] if name in merged else []
+            parts += [patterns[pattern]] if patterns[pattern] not in parts else []
+            merged[name] = parts[0] if len(parts) == 1 else {"allOf": parts}
+    remaining = {p: part for p, part in patterns.items() if p not in moved}
+    rest = {key: value for key, value in node.items() if key != "patternProperties"}
+    kept = {"patternProperties": remaining} if remaining else {}
+    return {**rest, "properties": merged, **kept}
+
+
+def _names_of(pattern: str) -> set[str]:
+    """Return the texts that a pattern matches if it is a list of texts, else none."""
+    match = NAME_LIST.fullmatch(pattern)
+    if match is None:
+        return set()
+    names = match[1] if match[2] is None else match[2]
+    return {ESCAPE.sub(r"\1", name) for name in NAME.findall(names)}
 
 
 def _without_definitions(part: Any) -> Any:

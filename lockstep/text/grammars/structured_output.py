@@ -28,6 +28,7 @@ from lockstep.text.grammars.compiler import (
 )
 from lockstep.text.grammars.conjunctions import LITERAL, check_conjunctions, check_operators
 from lockstep.text.grammars.endless_schemas import check_finite, drop_endless
+from lockstep.text.grammars.exclusive_bounds import move_whole_bounds
 from lockstep.text.grammars.integer_bounds import add_integer_bounds
 from lockstep.text.grammars.json_schema import (
     check_depth,
@@ -202,7 +203,9 @@ def _schema_expression(schema: Any, params: StructuredOutputsParams) -> str:
 def _guided_schema(schema: Any, **blanks: Any) -> str:
     """Return a schema for llguidance. blanks: its options of blanks."""
     options = {"json_allowed_escapes": escapes_of(schema), **blanks}
-    bounded = add_integer_bounds(schema) if isinstance(schema, dict) else {"allOf": [schema]}
+    bounded = {"allOf": [schema]}
+    if isinstance(schema, dict):
+        bounded = add_integer_bounds(move_whole_bounds(schema))
     return json.dumps({**bounded, "x-guidance": options})
 
 

@@ -327,7 +327,7 @@ class JsonCall:
             if state == "arguments" and value is not None:
                 value = from_json(value)
         except ValueError:
-            self.fault = f"a {state} that is not valid JSON"
+            self.fault = f"{state}: not valid JSON"
             return
         if state == "key text":
             self._key = value

@@ -12,6 +12,8 @@ import jinja2.meta
 import jinja2.nodes
 
 from lockstep.errors import CheckpointError, RequestError, brief, context_length_error
+from lockstep.text.grammars.json_schema import is_deep
+from lockstep.text.parsers.literals import finite
 from lockstep.text.templates import probe
 from lockstep.text.templates.environment import template_environment
 from lockstep.text.templates.files import DEFAULT, TOOL_USE
@@ -19,8 +21,11 @@ from lockstep.text.tokenizers.control_tokens import ControlTokens
 
 Message = dict[str, Any]
 
-MAX_DEPTH = 64
-"""Maximum nesting of a message, a tool or a template variable."""
+MAX_DEPTH = 72
+"""Maximum nesting of a message, a tool or a template variable. Arguments of calls have up to 64
+levels, in 5 of a message."""
+MAX_BITS = 1024
+"""Maximum bits of a whole number: those of floats."""
 MAX_TEMPLATE = 1 << 17
 """Maximum characters of a template: they take up to 2 s to compile."""
 MAX_EXPANSION = 4
@@ -327,8 +332,8 @@ class _MarkedCopy:
             }
         if isinstance(value, (list, tuple)):
             return [self._copy(v, (*path, i), special_only) for i, v in enumerate(value)]
-        if isinstance(value, int) and value.bit_length() > 1024:
-            raise _refusal(_spell(path), value, "whole numbers of at most 1024 bits")
+        if isinstance(value, int) and value.bit_length() > MAX_BITS:
+            raise _refusal(_spell(path), value, f"whole numbers of at most {MAX_BITS} bits")
         if not (value is None or isinstance(value, int)):
             if not isinstance(value, float) or not math.isfinite(value):
                 raise _refusal(_spell(path), value, "a JSON value")
@@ -536,8 +541,34 @@ def _call(call: Any, path: str) -> Message:
 
 
 def _object(text: str) -> Any:
-    """Return the value of JSON text; {} for "", the text itself if it is not JSON."""
+    """Return the value of JSON text; {} for "", the text itself if no template can write its value.
+
+    Models write numbers beyond all floats, which become the largest ones, and halves of surrogate
+    pairs, which become U+FFFD.
+    """
+    if not text:
+        return {}
     try:
-        return json.loads(text) if text else {}
+        value = json.loads(
+            text, parse_float=_finite, parse_int=_whole_number, parse_constant=_whole_number
+        )
+        if is_deep(value):
+            return text
+        # Halves come from escapes: a text that has one itself is refused with its message.
+        written = _json(value) if "\\u" in text else ""
+        replaced = written.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return value if replaced == written else json.loads(replaced)
     except (ValueError, RecursionError):
         return text
+
+
+def _finite(digits: str) -> float:
+    return finite(float(digits))
+
+
+def _whole_number(digits: str) -> int:
+    """Return a whole number. Raises ValueError for NaN, infinities, and more than MAX_BITS bits."""
+    value = int(digits)
+    if value.bit_length() > MAX_BITS:
+        raise ValueError("too many digits")
+    return value

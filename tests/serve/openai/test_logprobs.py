@@ -49,6 +49,17 @@ def test_parts_of_characters_have_names_of_their_own(processor):
     assert as_ids["tokens"] == [f"token_id:{second}"]
 
 
+def test_likeliest_tokens_come_first():
+    """The chosen token was the last entry, although it was the likeliest.
+
+    https://github.com/timtoole02/Camelid/pull/334
+    """
+    entry = {9: Logprob(-4.0, 4), 5: Logprob(-0.5, 1), 7: Logprob(-2.0, 2), 8: Logprob(-3.0, 3)}
+    for chosen, names in ((5, [5, 7]), (7, [5, 7]), (9, [5, 7, 9])):
+        (top,) = text_logprobs(None, [chosen], [entry], 2, [0])["top_logprobs"]
+        assert list(top) == [f"token_id:{name}" for name in names]
+
+
 def test_chosen_token_keeps_its_logprob_among_equal_texts():
     """Byte tokens and ordinary tokens may have one text."""
     tokenizer: Any = SimpleNamespace(token_bytes=lambda token: b"\n")

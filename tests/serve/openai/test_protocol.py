@@ -267,6 +267,8 @@ def test_number_of_completions_is_limited(server):
     assert not server.client.requests
     mixed = post(server, TEXT_PATH, prompt=["x", [1]])
     assert mixed.status_code == 400 and "prompt[1]" in mixed.json()["error"]["message"]
+    wrong = post(server, TEXT_PATH, prompt={"text": "a"})
+    assert "prompt is an object" in wrong.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("tokens", [[-1], [2**80], [1.5], "x", [None], 5, [1, 2**20]])

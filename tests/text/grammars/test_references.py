@@ -18,6 +18,7 @@ from lockstep.text.grammars.tool_calls import ToolSyntax
 from lockstep.text.parsers import TOOL_PARSERS, ReplyParser
 from lockstep.text.parsers.schema import property_types
 from lockstep.text.tokenizers.tokenizer import Tokenizer
+from tests.masks import allows, masks_of
 from tests.text.grammars.test_structured_output import MODEL, matches
 
 
@@ -191,3 +192,57 @@ def test_escapes_cannot_spell_a_named_key(compiler: Compiler) -> None:
     for text in ('{"\\u0061": "x"}', '{"b": "\\ud800"}', '{"b": "\\x"}', '{"b": "\x01"}'):
         assert not accepts(compiler, schema, text)
     assert accepts(compiler, {"const": "\x01"}, '"\\u0001"'), "no other spelling is JSON"
+
+
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": DIGIT}, "patternProperties": {"^a$": {"type": "integer"}}},
+        {"patternProperties": {"^a$": DIGIT}, "required": ["a"]},
+        {
+            "properties": {"a": DIGIT, "b.c": {"type": "boolean"}},
+            "patternProperties": {r"^(a|b\.c)$": {}, "^(?:a)$": {"type": "integer"}},
+        },
+        {
+            "allOf": [{"patternProperties": {"^a$": {"type": "integer"}}}],
+            "properties": {"a": DIGIT},
+        },
+    ],
+    ids=["declared", "required", "alternatives", "combined"],
+)
+def test_patterns_of_declared_names_allow_no_further_property(
+    compiler: Compiler, schema: Any
+) -> None:
+    """A comma was allowed after the last property although no name may follow: blanks were left.
+
+    https://github.com/guidance-ai/llguidance/issues/265
+    """
+    closed = {"type": "object", "additionalProperties": False, **schema}
+    for one in (closed, {"type": "array", "items": closed, "maxItems": 1}):
+        begin, end = ("[", "]") if one is not closed else ("", "")
+        assert accepts(compiler, one, f'{begin}{{"a":1}}{end}')
+        assert not accepts(compiler, one, f'{begin}{{"a":10}}{end}')
+        matcher = compile_structured_output(StructuredOutputsParams(json=one), compiler)
+        for token in compiler.tokenizer.encode(f'{begin}{{"a":1', add_special_tokens=False):
+            matcher.accept([token])
+        (mask,) = masks_of(matcher)
+        texts = [compiler.tokenizer.token_bytes(i) for i in range(len(compiler.tokenizer))]
+        after = {texts[i].strip() for i in range(len(texts)) if allows(mask, i)}
+        assert b"}" in after
+        may_continue = "b.c" in closed.get("properties", {})
+        assert any(text.startswith(b",") for text in after) == may_continue
+
+
+def test_patterns_of_declared_names_bind_their_values(compiler: Compiler) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": DIGIT, "x": {"type": "boolean"}},
+        "patternProperties": {"^a$": {"minimum": 5}, "^x|y$": {"const": True}, "^z$": {}},
+        "additionalProperties": False,
+    }
+    assert accepts(compiler, schema, '{"a":5,"x":true,"z":1}')
+    for text in ('{"a":4}', '{"x":false}', '{"b":1}'):
+        assert not accepts(compiler, schema, text)
