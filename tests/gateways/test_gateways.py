@@ -197,7 +197,7 @@ def test_streams_are_passed_on_as_they_come(kind: str, servers: list[Server], fo
                         times.append(time.monotonic())
                         parts.append(json.loads(line[6:])["choices"][0]["text"])
             texts[url] = "".join(parts)
-            # A gateway that buffers the stream passes its first event on together with the last one.
+            # A gateway that buffers a stream passes its first event on together with its last one.
             assert len(times) > 20 and times[0] - began < 0.5 * (times[-1] - began)
     assert len(set(texts.values())) == 1
 
