@@ -16,6 +16,9 @@ def engine_factory(
     log_format: LogFormat,
     progress: Callable[[str, int, int], None],
 ) -> tuple[Engine, MakeGrammar]:
-    """Build the engine of these settings; the process logs in the format of the server."""
+    """Build the engine of these settings; the process logs in the format of the server.
+
+    progress: called with (text, done, total). Raises what build_remote_engine raises.
+    """
     configure_logs(log_format)
     return build_remote_engine(config, text, progress)
