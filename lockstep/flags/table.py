@@ -683,7 +683,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         noted("max-log-len", NO_LOG, NUMBER),
         noted("log-error-stack", "an internal error is logged with its stack", SWITCH),
         noted("log-config-file", "the log goes to stderr, in the format of --log-format"),
-        noted("aggregate-engine-logging", "no statistics are logged; /metrics has them", SWITCH),
+        noted("aggregate-engine-logging", "each replica logs its own throughput", SWITCH),
         noted("enable-server-load-tracking", "/metrics has running and waiting requests", SWITCH),
         noted("show-hidden-metrics-for-version", "no metric is hidden"),
         noted("kv-cache-metrics", "/metrics has pages and hits", SWITCH, same=(False,)),
