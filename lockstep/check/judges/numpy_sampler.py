@@ -37,10 +37,9 @@ class Choices:
         """Return the tokens that continue a choice, and those that end a complete one."""
         prefix = b"".join(self.token_bytes[token] for token in answer)
         remainders = [text[len(prefix) :] for text in self.texts if text.startswith(prefix)]
-        allowed = set()
-        for token, token_bytes in enumerate(self.token_bytes):
-            if token_bytes and any(remainder.startswith(token_bytes) for remainder in remainders):
-                allowed.add(token)
+        # One look-up per token of the vocabulary: the bytes of special tokens are no beginning.
+        beginnings = {text[: index + 1] for text in remainders for index in range(len(text))}
+        allowed = {token for token, text in enumerate(self.token_bytes) if text in beginnings}
         return allowed | (eos_ids if b"" in remainders else frozenset())
 
 
