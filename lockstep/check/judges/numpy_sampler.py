@@ -149,9 +149,18 @@ def filter_mask(scores: Floats, params: SamplingParams, tolerance: float) -> NDA
         ordered = np.sort(np.where(keep, scores, -np.inf))
         kth_score = ordered[-params.top_k]
         next_score = ordered[-params.top_k - 1]
-        keep &= is_top | (
-            scores
-            >= (kth_score - tolerance if tolerance >= 0 else max(kth_score, next_score - tolerance))
+        # All tokens that tie with the last one are kept.
+        keep &= (
+            is_top
+            | (scores == kth_score)
+            | (
+                scores
+                >= (
+                    kth_score - tolerance
+                    if tolerance >= 0
+                    else max(kth_score, next_score - tolerance)
+                )
+            )
         )
     if params.top_p < 1:
         remaining = np.where(keep, scores, -np.inf)
@@ -190,7 +199,8 @@ def relative_gap(
 ) -> float:
     """Return the relative difference of a token's score to the best one, 0 for the best.
 
-    If the parameters allow no token, every token is accepted.
+    Of equal logits with equal scores only the first may be the best. If the parameters allow no
+    token, every token is accepted.
     """
     scores = masked_logits(raw, context, params)
     certain = scores > -np.inf
@@ -209,6 +219,9 @@ def relative_gap(
     if not possible[token]:
         return float("inf")
     best = scores[certain].max()
+    equal = (scores == scores[token]) & (raw == raw[token])
+    if scores[token] == best and int(equal.argmax()) != token:
+        return float("inf")
     return float(max(best - scores[token], 0.0) / (1.0 + abs(best)))
 
 

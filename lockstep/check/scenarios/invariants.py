@@ -193,6 +193,7 @@ class CheckedScheduler(Scheduler):
         schedule = super().schedule()
         self.invariants.check(schedule)
         raise_if(self._plans.fault(schedule))
+        raise_if(self._revealed_answer(schedule))
         waiting = [e.request.id for e in self.entries.values() if not (e.row or e.will_finish)]
         # A request that makes the engine fail again and again runs alone, whatever its place.
         if not self.suspects:
@@ -208,6 +209,17 @@ class CheckedScheduler(Scheduler):
             self.resumptions.setdefault(admission.spec.id, resumption)
             self.num_cached += admission.start
         return schedule
+
+    def _revealed_answer(self, schedule: Schedule) -> str | None:
+        """Return which salted answer drafters learn from, or None.
+
+        Drafts of it would show by their timing what was asked under the salt.
+        """
+        learned = {id(answer) for answer in schedule.answers}
+        for request in self.requests:
+            if request.cache_salt and id(request.output_token_ids) in learned:
+                return f"drafters learn the answer of request {request.id}, which has a salt"
+        return None
 
     def _preempt_for_tests(self, plan: Schedule) -> None:
         """Preempt the rows that the scenario names, whatever their place in the order."""

@@ -14,7 +14,7 @@ from lockstep.outputs import RequestMetrics
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling import scheduler as scheduler_module
 from lockstep.scheduling.request import Request
-from lockstep.scheduling.schedule import Results, RowResult
+from lockstep.scheduling.schedule import Results, RowResult, Schedule
 from lockstep.scheduling.scheduler import Scheduler
 from tests.scheduling import test_scheduler_walk as scheduler_walk
 
@@ -96,6 +96,46 @@ def test_shorter_hit_and_missing_page_are_named(monkeypatch: pytest.MonkeyPatch)
     scheduler.add(request("a"))
     with pytest.raises(InvariantError, match="page . of request a is full and was not cached"):
         run(scheduler)
+
+
+def test_page_that_is_cached_before_its_last_token_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    commit = Cache.commit
+    monkeypatch.setattr(Cache, "commit", lambda self, seq, tokens: commit(self, seq, tokens + 1))
+    scheduler = make()
+    scheduler.add(Request("a", PROMPT[:62], SamplingParams(max_tokens=3, ignore_eos=True)))
+    with pytest.raises(InvariantError, match="only 63 tokens of the request are known"):
+        run(scheduler)
+
+
+def test_new_row_without_a_chunk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make()
+    plan_prompt = Scheduler._plan_prompt
+
+    def plan_first(self: Scheduler, schedule: Schedule) -> Any:
+        rows = plan_prompt(self, schedule)
+        del schedule.prompt[1:]
+        return rows
+
+    monkeypatch.setattr(Scheduler, "_plan_prompt", plan_first)
+    for name in "ab":
+        scheduler.add(request(name))
+    with pytest.raises(InvariantError, match="have no chunk in their first schedule"):
+        run(scheduler)
+
+
+def test_salted_answer_that_drafters_learn_is_named() -> None:
+    scheduler = make()
+    for name, salt in (("a", "x"), ("b", "")):
+        scheduler.add(request(name, salt))
+        run(scheduler)
+    salted, other = (known.output_token_ids for known in scheduler.requests)
+    scheduler.answers = [other]
+    scheduler.schedule()
+    scheduler.answers = [salted]
+    with pytest.raises(InvariantError, match="the answer of request a, which has a salt"):
+        scheduler.schedule()
 
 
 def test_page_that_is_evicted_after_it_was_cached_is_no_fault() -> None:
