@@ -175,12 +175,17 @@ class CheckedScheduler(Scheduler):
         self._plans = StepPlans(self)
         self._started: list[str] = []
         self._begun: list[Request] = []
+        self._origins: dict[bytes, tuple[str, str]] = {}
         self._is_forcing = False
         self._left: dict[str, tuple[int, int]] = {}
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
+        """Queue a request. Raises InvariantError if it shares prefixes with another salt's."""
         super().add(request)
+        origin = (request.cache_salt, request.adapter)
+        known = self._origins.setdefault(self.cache_root(request), origin)
+        if known != origin:
+            raise InvariantError(f"pages of (salt, adapter) {origin} have the keys of {known}")
         self._order.add(request)
         self.requests.append(request)
         self.num_preempted.pop(request.id, None)
@@ -236,6 +241,13 @@ class CheckedScheduler(Scheduler):
         self.num_preempted[entry.request.id] += 1
         self.total_preempted += 1
         super()._preempt(plan, entry)
+        # Steps in flight may have written pages that the host has not read about.
+        written = min(entry.max_committed, entry.request.max_total_tokens)
+        if entry.saved < self.cache.pages_for(written):
+            raise InvariantError(
+                f"request {entry.request.id} is preempted with {entry.saved} pages, and launched "
+                f"steps may have written {written} tokens"
+            )
 
     def _start(self, plan: Schedule, entry: Entry) -> bool:
         """Start a request, a preempted one in the way that it should return."""

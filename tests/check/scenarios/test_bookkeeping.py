@@ -24,7 +24,7 @@ PROMPT = list(range(150))
 def make(**options: Any) -> CheckedScheduler:
     cache = Cache(CacheConfig(num_pages=20, num_state_slots=0, max_num_seqs=2))
     sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 128, "max_model_len": 400}
-    return CheckedScheduler(cache, query_len=1, **{**sizes, **options})
+    return CheckedScheduler(cache, **{"query_len": 1, **sizes, **options})
 
 
 def run(scheduler: CheckedScheduler) -> None:
@@ -75,7 +75,9 @@ def test_prefix_of_another_salt_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     scheduler = make()
     scheduler.add(request("a"))
     run(scheduler)
-    scheduler.add(request("b", "x"))
+    with pytest.raises(InvariantError, match="have the keys of"):
+        scheduler.add(request("b", "x"))
+    # The hit itself is named too, where the keys were not compared.
     with pytest.raises(InvariantError, match="that no request of its salt"):
         run(scheduler)
 
@@ -123,6 +125,30 @@ def test_new_row_without_a_chunk_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         scheduler.add(request(name))
     with pytest.raises(InvariantError, match="have no chunk in their first schedule"):
         run(scheduler)
+
+
+def test_row_that_is_saved_without_its_last_page_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = make(query_len=8)
+    scheduler.add(Request("a", PROMPT[:60], SamplingParams(max_tokens=50, ignore_eos=True)))
+    schedule = scheduler.schedule()
+    scheduler.update(schedule, Results({schedule.prompt[0].row: RowResult([5])}))
+    # Its results are not read before the row is preempted.
+    scheduler.schedule()
+    pages_for = Cache.pages_for
+    known = scheduler.entries["a"].request.num_tokens
+    scheduler.force_preempt("a")
+    with monkeypatch.context() as patch:
+        preempt = Scheduler._preempt
+
+        def save_known(self: Scheduler, plan: Schedule, entry: Any) -> None:
+            preempt(self, plan, entry)
+            entry.saved = pages_for(self.cache, known)
+
+        patch.setattr(Scheduler, "_preempt", save_known)
+        with pytest.raises(InvariantError, match="preempted with 1 pages, and launched steps"):
+            scheduler.schedule()
 
 
 def test_salted_answer_that_drafters_learn_is_named() -> None:
