@@ -12,6 +12,7 @@ from lockstep.check.scenarios.invariants import (
     CheckedScheduler,
     InvariantError,
     Resumption,
+    check_no_prefixes,
 )
 from lockstep.check.scenarios.scenario import (
     AFTER_LAUNCH,
@@ -190,6 +191,7 @@ class Driver:
                 self._latest[request_id].events.add((FAILURE, self.failing.point))
             for request in self.engine.recover():
                 raise InvariantError(f"a failed step ended {request.id}: {request.error}") from None
+            check_no_prefixes(self.scheduler.cache)
             return
         for request in updated:
             completion = self._latest[request.id].completion

@@ -348,6 +348,13 @@ def check_snapshots(schedule: Schedule, slots: set[int]) -> None:
         raise InvariantError("a snapshot of a step is a row's own slot")
 
 
+def check_no_prefixes(cache: Cache) -> None:
+    """Raise InvariantError if prefixes are cached, which a failed step may have written in part."""
+    kept = sum(len(group.pool.by_key) for group in cache.groups) + len(cache.host.entries)
+    if kept:
+        raise InvariantError(f"{kept} cached pages and snapshots outlive a failed step")
+
+
 def check_no_leaks(engine: Engine) -> None:
     """Raise InvariantError if resources are still in use although all requests have finished."""
     scheduler = engine.scheduler

@@ -8,7 +8,11 @@ from lockstep.cache.cache import Cache, CacheConfig
 from lockstep.cache.groups import PagedGroup
 from lockstep.check.scenarios import invariants
 from lockstep.check.scenarios.accounting import Observed, wrong_metrics
-from lockstep.check.scenarios.invariants import CheckedScheduler, InvariantError
+from lockstep.check.scenarios.invariants import (
+    CheckedScheduler,
+    InvariantError,
+    check_no_prefixes,
+)
 from lockstep.check.scenarios.service_order import ServiceOrder
 from lockstep.outputs import RequestMetrics
 from lockstep.sampling_params import SamplingParams
@@ -162,6 +166,17 @@ def test_salted_answer_that_drafters_learn_is_named() -> None:
     scheduler.answers = [salted]
     with pytest.raises(InvariantError, match="the answer of request a, which has a salt"):
         scheduler.schedule()
+
+
+def test_prefixes_that_outlive_a_failed_step_are_named() -> None:
+    scheduler = make()
+    check_no_prefixes(scheduler.cache)
+    scheduler.add(request("a"))
+    run(scheduler)
+    with pytest.raises(InvariantError, match="2 cached pages and snapshots outlive"):
+        check_no_prefixes(scheduler.cache)
+    scheduler.cache.drop_cached()
+    check_no_prefixes(scheduler.cache)
 
 
 def test_page_that_is_evicted_after_it_was_cached_is_no_fault() -> None:
