@@ -67,7 +67,7 @@ def failed_tests(
 
         run_sampling(plain, build_kind, 48, report)
         assert report.cases == len(report.tallies)
-        assert report.cases == 36 or case_names is not None
+        assert report.cases == 40 or case_names is not None
         return {f.batch for f in report.failures}
 
     return run
@@ -103,6 +103,18 @@ def warm_only(x: Tensor, part: slice, *rest: Any) -> Tensor:
     return PROCESS(x, part, *rest)
 
 
+def k_of_top_k(x: Tensor, min_p: float, top_k: int, top_p: float, vocab: int) -> Tensor:
+    if 0 < top_k < x.shape[-1]:
+        top = x.topk(top_k)
+        x = torch.full_like(x, -torch.inf).scatter_(-1, top.indices, top.values)
+    return FILTER(x, min_p, 0, top_p, vocab)
+
+
+def last_of_ties(scores: Tensor) -> tuple[Tensor, Tensor]:
+    index = scores.shape[-1] - 1 - scores.flip(-1).argmax(-1, keepdim=True)
+    return index[..., 0], scores.gather(-1, index)[..., 0]
+
+
 UNIFORM = reference.uniform
 PROCESS = reference._process
 PENALISE = reference._penalise
@@ -118,6 +130,8 @@ FILTER = reference._filter
         ("uniform", no_noise, {"no parameter, alone", "no parameter, window", "min_p, window"}),
         ("_penalise", stale_penalties, {"presence_penalty, window", "all together, window"}),
         ("_filter", no_top_p, {"top_p, alone", "top_p, window"}),
+        ("_filter", k_of_top_k, {"ties, top_k, alone", "ties, top_k, window"}),
+        ("_best", last_of_ties, {"ties, greedy, alone", "ties, greedy, window"}),
         ("_process", warm_only, {"low temperature, alone", "low temperature, window"}),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -129,7 +143,7 @@ def test_sampler_faults_are_detected(
     fault: Any,
     expected: set[str],
 ) -> None:
-    module = contract if name == "uniform" else reference
+    module = contract if name in ("uniform", "_best") else reference
     monkeypatch.setattr(module, name, fault)
     assert expected <= failed_tests({test.partition(",")[0] for test in expected})
 
