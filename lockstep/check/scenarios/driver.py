@@ -14,6 +14,7 @@ from lockstep.check.scenarios.invariants import (
     Resumption,
     check_no_prefixes,
 )
+from lockstep.check.scenarios.saved_rows import checked_returns
 from lockstep.check.scenarios.scenario import (
     AFTER_LAUNCH,
     AFTER_PROMPT,
@@ -152,7 +153,7 @@ class Driver:
         Raises what the engine raises, and InvariantError.
         """
         waiting = sorted(completions, key=lambda one: one.request.arrival)
-        with self._failing():
+        with self._failing(), checked_returns(worker_of(self.engine)):
             for step in range(MAX_STEPS):
                 while waiting and waiting[0].request.arrival <= step:
                     self._add(waiting.pop(0))

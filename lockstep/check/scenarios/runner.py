@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lockstep.answer import Answer
 from lockstep.check import oracle_drafter
@@ -28,7 +27,7 @@ from lockstep.check.scenarios.invariants import (
     check_no_leaks,
     raise_if,
 )
-from lockstep.check.scenarios.inventory import rows_and_units
+from lockstep.check.scenarios.inventory import poison, rows_and_units
 from lockstep.check.scenarios.scenario import Kind, Scenario, ScenarioRequest
 from lockstep.engine.engine import Engine
 from lockstep.engine.scheduler_factory import cache_config
@@ -323,17 +322,10 @@ def _poison(runner: Worker, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     table = runner.table
 
-    def random_values(tensor: Tensor) -> Any:
-        if tensor.dtype == torch.bool:
-            return torch.rand(tensor.shape, generator=generator) < 0.5
-        if tensor.dtype.is_floating_point:
-            return torch.randn(tensor.shape, generator=generator)
-        return torch.randint(1, 64, tensor.shape, generator=generator)
-
     rows, units = rows_and_units(runner)
     # Row 0 is the null row, which padding reads and nothing writes.
     for tensor in rows:
-        tensor[1:] = random_values(tensor[1:]).to(tensor.device, tensor.dtype)
+        poison(tensor[1:], generator)
     table.page_table[1:] = 0
     for tensor in (*units, *runner.transfers.host):
-        tensor.copy_(random_values(tensor).to(tensor.device, tensor.dtype))
+        poison(tensor, generator)
