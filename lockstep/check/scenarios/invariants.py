@@ -158,7 +158,7 @@ class CheckedScheduler(Scheduler):
     seems short to it for as long as that needs. returned: how requests returned, by id.
     resumptions: cached prefixes of first admissions, by id. requests: all that were added.
     num_preempted: preemptions by id. total_preempted: all of them. num_cached: cached tokens of all
-    admissions.
+    admissions. plans: check of its steps.
     """
 
     def __init__(self, cache: Cache, **options: Any) -> None:
@@ -172,7 +172,7 @@ class CheckedScheduler(Scheduler):
         self.total_preempted = 0
         self.num_cached = 0
         self._order = ServiceOrder(self.policy)
-        self._plans = StepPlans(self)
+        self.plans = StepPlans(self)
         self._started: list[str] = []
         self._begun: list[Request] = []
         self._origins: dict[bytes, tuple[str, str]] = {}
@@ -193,11 +193,11 @@ class CheckedScheduler(Scheduler):
     def schedule(self) -> Schedule:
         """Return the next schedule. Raises InvariantError if it violates an invariant."""
         self.invariants.begin()
-        self._plans.begin()
+        self.plans.begin()
         self._started = []
         schedule = super().schedule()
         self.invariants.check(schedule)
-        raise_if(self._plans.fault(schedule))
+        raise_if(self.plans.fault(schedule))
         raise_if(self._revealed_answer(schedule))
         waiting = [e.request.id for e in self.entries.values() if not (e.row or e.will_finish)]
         # A request that makes the engine fail again and again runs alone, whatever its place.

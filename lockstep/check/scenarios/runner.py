@@ -35,7 +35,7 @@ from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec import prediction
 from lockstep.step import PAGE_SIZE
 from lockstep.worker import memory
-from lockstep.worker.executor import executor_of
+from lockstep.worker.executor import executor_of, worker_of
 from lockstep.worker.worker import Worker
 
 
@@ -166,6 +166,10 @@ class ScenarioRunner:
             max_num_seqs=limits.rows,
         )
         self.engine.reset(cache, CheckedScheduler, **options)
+        scheduler = engine.scheduler
+        assert isinstance(scheduler, CheckedScheduler)
+        columns = worker_of(engine).table.tokens.shape[1]
+        scheduler.plans.spare_columns = columns - plan.max_model_len
         # Its invariants are checked with those of the cache.
         engine.scheduler.cache.log_blocks()
         slab_bytes = limits.slab_pages * plan.page_bytes or memory.SLAB_BYTES

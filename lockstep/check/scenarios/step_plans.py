@@ -9,10 +9,15 @@ from lockstep.scheduling.scheduler import Scheduler
 
 
 class StepPlans:
-    """Steps of one scheduler, followed from its schedules."""
+    """Steps of one scheduler, followed from its schedules.
+
+    spare_columns: columns of a row in the row table past max_model_len, None if unknown.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
+        self.spare_columns: int | None = None
+        self._committed: dict[str, int] = {}
         self._chunk_ends: dict[str, int] = {}
         self._cached_pages: dict[str, int] = {}
         self._ever_cached: set[Key] = set()
@@ -20,6 +25,8 @@ class StepPlans:
     def begin(self) -> None:
         """Record the cached pages before the next schedule, which may evict them."""
         self._ever_cached.update(self.scheduler.cache.paged.pool.by_key)
+        entries = self.scheduler.entries
+        self._committed = {name: entry.max_committed for name, entry in entries.items()}
 
     def fault(self, schedule: Schedule) -> str | None:
         """Return what is wrong with the steps of this schedule, the next after begin(), or None."""
@@ -27,7 +34,7 @@ class StepPlans:
             self._chunk_ends[admission.spec.id] = admission.start
             self._cached_pages[admission.spec.id] = 0
         fault = self._wrong_rows(schedule) or self._wrong_decode(schedule)
-        fault = fault or self._idle_admission(schedule)
+        fault = fault or self._idle_admission(schedule) or self._window_past_row(schedule)
         requests = {entry.row: entry.request for entry in self.scheduler.running}
         for chunk in schedule.prompt:
             fault = fault or self._wrong_chunk(chunk, requests[chunk.row])
@@ -59,6 +66,24 @@ class StepPlans:
         chunks = {chunk.row for chunk in schedule.prompt}
         idle = [admission.row for admission in schedule.admissions if admission.row not in chunks]
         return f"the new rows {idle} have no chunk in their first schedule" if idle else None
+
+    def _window_past_row(self, schedule: Schedule) -> str | None:
+        """Return which window of forced tokens would not fit into a row's columns, or None.
+
+        The end of the request may be max_model_len.
+        """
+        if self.spare_columns is None:
+            return None
+        for entry in self.scheduler.running:
+            if entry.row in schedule.forced:
+                end = self._committed[entry.request.id] + schedule.forced_len
+                past_end = end - entry.request.max_total_tokens
+                if past_end > self.spare_columns:
+                    return (
+                        f"a window of forced tokens ends {past_end} tokens after request "
+                        f"{entry.request.id}, and rows have {self.spare_columns} spare columns"
+                    )
+        return None
 
     def _wrong_decode(self, schedule: Schedule) -> str | None:
         """Return what is wrong with the padding and the drafts of a decode step, or None."""

@@ -168,6 +168,21 @@ def test_salted_answer_that_drafters_learn_is_named() -> None:
         scheduler.schedule()
 
 
+def test_window_that_ends_past_a_row_is_named() -> None:
+    params = SamplingParams(max_tokens=20, ignore_eos=True, forced_token_ids=[5] * 18)
+    for spare_columns in (66, 5):
+        scheduler = make(max_num_batched_tokens=256)
+        scheduler.plans.spare_columns = spare_columns
+        scheduler.add(Request("a", PROMPT, params))
+        schedule = scheduler.schedule()
+        scheduler.update(schedule, Results({schedule.prompt[0].row: RowResult([5])}))
+        if spare_columns == 66:
+            assert scheduler.schedule().forced_len == 64
+        else:
+            with pytest.raises(InvariantError, match="ends 44 tokens after request a, and rows"):
+                scheduler.schedule()
+
+
 def test_prefixes_that_outlive_a_failed_step_are_named() -> None:
     scheduler = make()
     check_no_prefixes(scheduler.cache)
