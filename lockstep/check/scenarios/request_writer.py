@@ -417,6 +417,21 @@ class RequestWriter:
         params_of_probe = SamplingParams(**probe, ignore_eos=True)
         return self.runs(draft).probe(draft.prompt, params_of_probe, draft.conversation)
 
+    def begin_across_tokens(self, output: CompletionOutput, begin: int) -> int:
+        """Return where a stop string begins that spans two tokens of an output.
+
+        It begins at the last character of a token, at `begin` or later, and the text before it
+        lacks its first two characters. Returns `begin` if there is no such token.
+        """
+        tokenizer = self.plain.llm.tokenizer
+        assert tokenizer is not None, "an output with a text has a tokenizer"
+        text = output.text
+        for count in range(1, len(output.token_ids)):
+            last = len(tokenizer.fast.decode(output.token_ids[:count])) - 1
+            if begin <= last < len(text) - 2 and text.index(text[last : last + 2]) == last:
+                return last
+        return begin
+
     def greedy_tokens(self, draft: Draft) -> list[int]:
         """Return the tokens of the greedy output, each once."""
         greedy = {"temperature": 0.0, "max_tokens": 8}
@@ -551,7 +566,10 @@ def _stops(writer: RequestWriter, draft: Draft) -> None:
         begin = _new_text_from(rng, text, max(begin, 1))
         # The other string never occurs: the search has several strings.
         absent = ["\N{SNOWMAN}"] if rng.random() < 0.4 else []
-        draft.params["stop"] = [text[begin : begin + rng.randrange(2, 8)], *absent]
+        length = rng.randrange(2, 8)
+        if length > 2:
+            begin = writer.begin_across_tokens(probed, begin)
+        draft.params["stop"] = [text[begin : begin + length], *absent]
         draft.params["include_stop_str_in_output"] = rng.random() < 0.5
         draft.params["ignore_eos"] = draft.is_usual("grammar")
         first = begin // 3
