@@ -417,20 +417,24 @@ class RequestWriter:
         params_of_probe = SamplingParams(**probe, ignore_eos=True)
         return self.runs(draft).probe(draft.prompt, params_of_probe, draft.conversation)
 
-    def begin_across_tokens(self, output: CompletionOutput, begin: int) -> int:
+    def begin_across_tokens(self, output: CompletionOutput, begin: int, earliest: int) -> int:
         """Return where a stop string begins that spans two tokens of an output.
 
-        It begins at the last character of a token, at `begin` or later, and the text before it
-        lacks its first two characters. Returns `begin` if there is no such token.
+        It begins at the last character of a token, at `earliest` or later and as near to `begin` as
+        possible. The text before it lacks its first two characters. Returns `begin` if there is no
+        such token.
         """
         tokenizer = self.plain.llm.tokenizer
         assert tokenizer is not None, "an output with a text has a tokenizer"
         text = output.text
-        for count in range(1, len(output.token_ids)):
-            last = len(tokenizer.fast.decode(output.token_ids[:count])) - 1
-            if begin <= last < len(text) - 2 and text.index(text[last : last + 2]) == last:
-                return last
-        return begin
+        counts = range(1, len(output.token_ids))
+        lasts = (len(tokenizer.fast.decode(output.token_ids[:count])) - 1 for count in counts)
+        candidates = [
+            last
+            for last in lasts
+            if earliest <= last < len(text) - 2 and text.index(text[last : last + 2]) == last
+        ]
+        return min(candidates, key=lambda last: abs(last - begin), default=begin)
 
     def greedy_tokens(self, draft: Draft) -> list[int]:
         """Return the tokens of the greedy output, each once."""
@@ -562,13 +566,13 @@ def _stops(writer: RequestWriter, draft: Draft) -> None:
             draft.refused.add("stop")
             return
         # Characters of the tokens before `reach`, if all tokens have equally many.
-        begin = min(len(text) * (reach - 1) // len(probed.token_ids), len(text) - 4)
-        begin = _new_text_from(rng, text, max(begin, 1))
+        earliest = min(len(text) * (reach - 1) // len(probed.token_ids), len(text) - 4)
+        begin = _new_text_from(rng, text, max(earliest, 1))
         # The other string never occurs: the search has several strings.
         absent = ["\N{SNOWMAN}"] if rng.random() < 0.4 else []
         length = rng.randrange(2, 8)
         if length > 2:
-            begin = writer.begin_across_tokens(probed, begin)
+            begin = writer.begin_across_tokens(probed, begin, max(earliest, 1))
         draft.params["stop"] = [text[begin : begin + length], *absent]
         draft.params["include_stop_str_in_output"] = rng.random() < 0.5
         draft.params["ignore_eos"] = draft.is_usual("grammar")

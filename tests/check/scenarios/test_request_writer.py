@@ -59,9 +59,11 @@ def test_stop_strings_span_tokens(plain: PlainRuns) -> None:
     ends = [len(tokenizer.fast.decode(tokens[:count])) for count in range(1, len(tokens))]
     output = CompletionOutput(index=0, text=text, token_ids=list(tokens))
     writer = writer_of(plain)
-    for begin in range(1, len(text) - 10):
-        assert writer.begin_across_tokens(output, begin) + 1 in ends
-    assert writer.begin_across_tokens(output, len(text) - 1) == len(text) - 1
+    for begin in range(1, len(text)):
+        assert writer.begin_across_tokens(output, begin, 1) + 1 in ends
+    assert writer.begin_across_tokens(output, 20, 15) >= 15
+    late = len(text) - 1
+    assert writer.begin_across_tokens(output, late, late) == late
 
 
 def test_logits_of_16_bits_tie_at_the_thresholds_of_top_k(companions: Companions) -> None:
