@@ -17,18 +17,18 @@ def line_tensors(worker: Worker) -> list[Tensor]:
     """Return the tensors of a worker's row table with one line per row that belongs to its request.
 
     They come from a walk over the table, not from its own list. Pages and state slot are left out,
-    since a row that returns has others, and so are the inputs of a step.
+    since a row that returns has new ones, and so are the inputs of a step.
     """
     table = worker.table
-    others = {t.untyped_storage().data_ptr() for t in (table.page_table, table.state_slots)}
-    others.add(table.inputs.storage.untyped_storage().data_ptr())
+    excluded = {t.untyped_storage().data_ptr() for t in (table.page_table, table.state_slots)}
+    excluded.add(table.inputs.storage.untyped_storage().data_ptr())
     num_rows = table.page_table.shape[0]
     return [
         tensor
         for tensor in tensors_of(table)
         if tensor.dim()
         and tensor.shape[0] == num_rows
-        and tensor.untyped_storage().data_ptr() not in others
+        and tensor.untyped_storage().data_ptr() not in excluded
     ]
 
 
