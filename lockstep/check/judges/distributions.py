@@ -43,7 +43,7 @@ NUM_DRAFTS = 7
 ROWS = 16
 """Rows per call of the sampler."""
 MIN_P_VALUE = 1e-6
-"""p-value below which a test fails; 32 tests reject a correct sampler with probability 3e-5."""
+"""p-value below which a test fails; 40 tests reject a correct sampler with probability 4e-5."""
 SEED = 2**40 + 12345
 """First seed of the tests; it has bits in both 32-bit halves."""
 MIN_EXPECTED_COUNT = 5.0
@@ -52,6 +52,8 @@ NUM_CLASSES = 4
 """Classes of equal probability in a test of independence."""
 SEED_BITS = 64
 """Bits of a seed."""
+TEMPERATURES = {"low temperature": 2.0**-13, "high temperature": 64.0}
+"""Factors of temperature and logits: their quotient and the distribution stay the same."""
 LAST_TEST = "seeds"
 """Name of the test that runs last."""
 
@@ -157,15 +159,41 @@ def token_probabilities(
     context: SamplingContext, params: SamplingParams, num_drafts: int
 ) -> Floats:
     """Return the probabilities [V] of the token after `num_drafts` drafts."""
-    scores = (
-        numpy_sampler.masked_logits(
-            context.raw_logits.numpy(), context.token_context(num_drafts), params
-        )
-        / params.temperature
+    scores = numpy_sampler.masked_logits(
+        context.raw_logits.numpy(), context.token_context(num_drafts), params
     )
+    if params.temperature < numpy_sampler.GREEDY_BELOW:
+        # Of equal scores the smallest id wins.
+        return np.eye(1, len(scores), int(scores.argmax()))[0]
+    scores = scores / params.temperature
     scores = np.where(numpy_sampler.filter_mask(scores, params, 0.0), scores, -np.inf)
     weights = np.exp(scores - scores.max())
     return weights / weights.sum()
+
+
+def tied_logits(raw_logits: Tensor) -> Tensor:
+    """Return raw logits [V] that are rounded until two or more are the largest."""
+    step = 0.25
+    while True:
+        rounded = torch.round(raw_logits / step) * step
+        if int((rounded == rounded.max()).sum()) > 1:
+            return rounded
+        step *= 2
+
+
+def tie_cases(context: SamplingContext) -> dict[str, SamplingParams]:
+    """Return test parameters by name: a greedy choice among ties, and top_k that ends within ties.
+
+    context: has the logits of tied_logits().
+    """
+    base = base_params(context)
+    ordered = context.raw_logits.sort(descending=True).values
+    ends = (ordered[1:] == ordered[:-1]).nonzero()[:, 0] + 1
+    top_k = int(ends[ends > 1].min()) if bool((ends > 1).any()) else 1
+    return {
+        "ties, greedy": replace(base, temperature=0.0),
+        "ties, top_k": replace(base, top_k=top_k),
+    }
 
 
 class EngineSampler:
@@ -389,13 +417,28 @@ def run_sampling(
 
 def _tests(sampling: EngineSampler, num_samples: int) -> Iterator[tuple[str, str | None]]:
     """Yield the name of each test, and its fault or None."""
-    context = sampling.context
-    for name, params in parameter_cases(context).items():
-        for mode, count, window in (
-            ("alone", 2 * num_samples, 1),
-            ("window", num_samples, NUM_DRAFTS + 1),
-        ):
-            expected = [token_probabilities(context, params, index) for index in range(window)]
-            tokens = sampling.sample(sampling.requests(params, count), window)
-            yield f"{name}, {mode}", wrong_distribution(tokens, expected)
+    for name, params in parameter_cases(sampling.context).items():
+        yield from _tests_of(sampling, name, params, num_samples)
+    for name, factor in TEMPERATURES.items():
+        logits = sampling.context.raw_logits * factor
+        scaled = EngineSampler(sampling.llm, replace(sampling.context, raw_logits=logits))
+        base = base_params(sampling.context)
+        params = replace(base, temperature=base.temperature * factor)
+        yield from _tests_of(scaled, name, params, num_samples)
+    tied = replace(sampling.context, raw_logits=tied_logits(sampling.context.raw_logits))
+    for name, params in tie_cases(tied).items():
+        yield from _tests_of(EngineSampler(sampling.llm, tied), name, params, num_samples)
     yield from independence_tests(sampling, num_samples)
+
+
+def _tests_of(
+    sampling: EngineSampler, name: str, params: SamplingParams, num_samples: int
+) -> Iterator[tuple[str, str | None]]:
+    """Yield the tests of parameters, at a single position and in a window."""
+    for mode, count, window in (
+        ("alone", 2 * num_samples, 1),
+        ("window", num_samples, NUM_DRAFTS + 1),
+    ):
+        expected = [token_probabilities(sampling.context, params, index) for index in range(window)]
+        tokens = sampling.sample(sampling.requests(params, count), window)
+        yield f"{name}, {mode}", wrong_distribution(tokens, expected)

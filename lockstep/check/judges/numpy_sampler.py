@@ -37,10 +37,9 @@ class Choices:
         """Return the tokens that continue a choice, and those that end a complete one."""
         prefix = b"".join(self.token_bytes[token] for token in answer)
         remainders = [text[len(prefix) :] for text in self.texts if text.startswith(prefix)]
-        allowed = set()
-        for token, token_bytes in enumerate(self.token_bytes):
-            if token_bytes and any(remainder.startswith(token_bytes) for remainder in remainders):
-                allowed.add(token)
+        # One look-up per token of the vocabulary: the bytes of special tokens are no beginning.
+        beginnings = {text[: index + 1] for text in remainders for index in range(len(text))}
+        allowed = {token for token, text in enumerate(self.token_bytes) if text in beginnings}
         return allowed | (eos_ids if b"" in remainders else frozenset())
 
 
@@ -158,9 +157,18 @@ def filter_mask(scores: Floats, params: SamplingParams, tolerance: float) -> NDA
         ordered = np.sort(np.where(keep, scores, -np.inf))
         kth_score = ordered[-params.top_k]
         next_score = ordered[-params.top_k - 1]
-        keep &= is_top | (
-            scores
-            >= (kth_score - tolerance if tolerance >= 0 else max(kth_score, next_score - tolerance))
+        # All tokens that tie with the last one are kept.
+        keep &= (
+            is_top
+            | (scores == kth_score)
+            | (
+                scores
+                >= (
+                    kth_score - tolerance
+                    if tolerance >= 0
+                    else max(kth_score, next_score - tolerance)
+                )
+            )
         )
     if params.top_p < 1:
         remaining = np.where(keep, scores, -np.inf)
@@ -199,7 +207,8 @@ def relative_gap(
 ) -> float:
     """Return the relative difference of a token's score to the best one, 0 for the best.
 
-    If the parameters allow no token, every token is accepted.
+    Of equal logits with equal scores only the first may be the best. If the parameters allow no
+    token, every token is accepted.
     """
     scores = masked_logits(raw, context, params)
     certain = scores > -np.inf
@@ -218,6 +227,9 @@ def relative_gap(
     if not possible[token]:
         return float("inf")
     best = scores[certain].max()
+    equal = (scores == scores[token]) & (raw == raw[token])
+    if scores[token] == best and int(equal.argmax()) != token:
+        return float("inf")
     return float(max(best - scores[token], 0.0) / (1.0 + abs(best)))
 
 

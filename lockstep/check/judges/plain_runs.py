@@ -18,6 +18,7 @@ from lockstep.check.engines import ONE_TOKEN, CheckEngine, Completion, Conversat
 from lockstep.check.judges import numpy_sampler, texts
 from lockstep.check.judges.digests import RawLogits, digest
 from lockstep.llm import LLM
+from lockstep.outputs import CompletionOutput
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 
@@ -77,6 +78,7 @@ class PlainRuns:
         self.faults: list[Fault] = []
         self.flattest: list[tuple[float, Tensor]] = []
         self._answers: dict[str, list[Answer]] = {}
+        self._probes: dict[str, CompletionOutput] = {}
         self._logprobs: dict[tuple[int, ...], float] = {}
         self._runs = 0
         self._token_bytes: list[bytes] = []
@@ -114,19 +116,42 @@ class PlainRuns:
         conversation: Conversation | None = None,
     ) -> list[Answer]:
         """Return the n completions of a request, each run alone."""
-        talk = None if conversation is None else asdict(conversation)
-        key = json.dumps([list(prompt), asdict(params), talk], default=str)
+        key = _key(prompt, params, conversation)
         if key not in self._answers:
-            self._runs += 1
-            completions = self.engine.completions(
-                f"plain-{self._runs}", prompt, params, conversation=conversation
-            )
+            completions = self._completions(prompt, params, conversation)
             thought = None if conversation is None else thought_of(self.llm, conversation)
             self._answers[key] = [
                 self._run(completion, index, params, thought)
                 for index, completion in enumerate(completions)
             ]
         return self._answers[key]
+
+    def probe(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        conversation: Conversation | None = None,
+    ) -> CompletionOutput:
+        """Return the first completion of a request, run alone and not judged.
+
+        It serves to choose parameters. Answers that are compared come from `answers`.
+        """
+        key = _key(prompt, params, conversation)
+        if key not in self._probes:
+            completion = self._completions(prompt, params, conversation)[0]
+            completion.request.adapter = self.adapter
+            self.engine.serve([completion])
+            self._probes[key] = completion.text.output
+        return self._probes[key]
+
+    def _completions(
+        self, prompt: Sequence[int], params: SamplingParams, conversation: Conversation | None
+    ) -> list[Completion]:
+        """Return the n completions of a request, under an id of their own."""
+        self._runs += 1
+        return self.engine.completions(
+            f"plain-{self._runs}", prompt, params, conversation=conversation
+        )
 
     def fault_of(
         self,
@@ -277,6 +302,12 @@ class PlainRuns:
         flattest = int(entropy.argmax())
         self.flattest.append((float(entropy[flattest]), raw[flattest].clone()))
         self.flattest = sorted(self.flattest, key=lambda e: -e[0])[:MAX_FLATTEST_ROWS]
+
+
+def _key(prompt: Sequence[int], params: SamplingParams, conversation: Conversation | None) -> str:
+    """Return the key of a request's outputs."""
+    talk = None if conversation is None else asdict(conversation)
+    return json.dumps([list(prompt), asdict(params), talk], default=str)
 
 
 def seed_of(params: SamplingParams, request: Request, index: int) -> int:

@@ -17,7 +17,13 @@ from lockstep.check.drafters import NO_DRAFTER
 from lockstep.check.engines import CheckEngine
 from lockstep.check.judges.digests import RawLogits
 from lockstep.check.matrix.cases import Case
-from lockstep.check.matrix.setups import LOGITS, LONG_PROMPT, TRANSFORMERS, Setup
+from lockstep.check.matrix.setups import (
+    LOGITS,
+    LONG_PROMPT,
+    TRANSFORMERS,
+    Setup,
+    long_prompt_length,
+)
 from lockstep.check.report.progress import Progress, no_progress
 from lockstep.check.report.report import Report, Tally
 from lockstep.doctor.system import GIB, free_memory
@@ -108,7 +114,8 @@ def run_oracle(
         )
         return None
     worst = 0.0
-    prompts = [*short_prompts(plain.llm), long_prompt(plain.llm, LONG_PROMPT)]
+    length = long_prompt_length(plain.engine.plan.device, LONG_PROMPT)
+    prompts = [*short_prompts(plain.llm), long_prompt(plain.llm, length)]
     for done, prompt in enumerate(prompts):
         if deadline.passed:
             report.omit(LOGITS, f"{len(prompts) - done} of {len(prompts)} prompts, {PART}", TIME_UP)

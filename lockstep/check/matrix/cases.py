@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from lockstep.check.matrix.setups import LONG_PROMPT
+from lockstep.check.matrix.setups import LONG_PROMPT, long_prompt_length
 from lockstep.example_prompts import long_prompt, short_prompts
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
@@ -91,7 +91,8 @@ def make_cases(plain: LLM, max_tokens: int) -> list[Case]:
             zip(prompts, params_by_name.items(), strict=True)
         )
     ]
-    long_tokens = tuple(long_prompt(plain, LONG_PROMPT))
+    length = long_prompt_length(plain.engine.plan.device, LONG_PROMPT)
+    long_tokens = tuple(long_prompt(plain, length))
     return [*short, Case("long prompt, sampled", LONG, long_tokens, params_by_name["sampled"])]
 
 

@@ -19,7 +19,7 @@ from lockstep.check.engines import CheckEngine, Comparison, build
 from lockstep.check.events import ACCEPTED, CACHED, DRAFTED, count_events
 from lockstep.check.judges.digests import LogitDigests
 from lockstep.check.matrix.cases import Batch, Case, prefixes_to_cache
-from lockstep.check.matrix.logits_setups import SIZES, batches, engines, make_cases
+from lockstep.check.matrix.logits_setups import SIZES, batches, engines, long_length, make_cases
 from lockstep.check.matrix.logits_setups import settings as engine_settings
 from lockstep.check.matrix.setups import LOGITS, PLAIN, Setup
 from lockstep.check.report.report import LOGITS_CASES, Tally
@@ -37,7 +37,7 @@ def run_logits(checked: CheckedModel, deadline: Deadline = NO_DEADLINE) -> None:
     size = SIZES[report.size]
     raw = checked.checkpoint.raw
     max_context = raw.get("text_config", raw).get("max_position_embeddings", size.long)
-    long = min(size.long, max_context - size.max_tokens)
+    long = long_length(size, checked.device, max_context)
 
     def build_setup(setup: Setup) -> CheckEngine:
         # Objects of an engine refer to each other: only a collection frees its memory.

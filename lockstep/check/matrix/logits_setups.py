@@ -40,6 +40,8 @@ SHORT_LENGTHS = (
 """Lengths of the short prompts: at multiples of a page of 64 tokens, next to them, and between."""
 LONG_LENGTH = 8192 + 70
 """Length of the long prompt, if the model's context allows it."""
+CPU_LONG_LENGTH = 2048 + 70
+"""Maximum length of the long prompt on a CPU, whose kernels have no other code for longer ones."""
 NUM_PREFIX_HITS = 7
 """Number of cases in the prefix-hit batch."""
 NUM_SNAPSHOTS = 16
@@ -68,6 +70,12 @@ SIZES = {
     "default": Size((1, 2, 7, 16, 64), (0, 3, 15), (3,), 3, 2, LONG_LENGTH, 16),
     "full": Size((1, 2, 7, 16, 64), (*range(8), 15), (0, 3, 15), 2, 3, LONG_LENGTH, 16),
 }
+
+
+def long_length(size: Size, device: str, max_context: int) -> int:
+    """Return the length of the long prompt on a device, for a model of this context."""
+    longest = min(size.long, CPU_LONG_LENGTH) if device == "cpu" else size.long
+    return min(longest, max_context - size.max_tokens)
 
 
 def make_cases(vocab: int, long: int, max_tokens: int) -> list[Case]:

@@ -5,6 +5,7 @@ from itertools import product
 from typing import Any
 
 from lockstep.check.drafters import NO_DRAFTER, hooks_of, speculative_config
+from lockstep.kernels.attention import KV_SPLIT
 from lockstep.spec.config import AUTO_DRAFTS
 from lockstep.worker.hooks import CheckHooks
 
@@ -66,6 +67,9 @@ SMALL_CHUNK = 128
 LONG_PROMPT = 1300
 """Approximate length of the long prompt. From about 1,000 tokens, GPU kernels split work
 differently."""
+CPU_LONG_PROMPT = 3 * KV_SPLIT + 32
+"""Approximate length of the long prompt on a CPU. It has four KV splits, the last one in part.
+CPU kernels run a longer prompt by the same code."""
 MAX_MODEL_LEN = 1536
 PAGES = 256
 PAGES_PER_ROW = 8
@@ -119,6 +123,11 @@ class Setup:
         """Return the hooks that a check adds to this engine."""
         preempt_every = PREEMPT_EVERY if self.phase == PREEMPTED else 0
         return hooks_of(self.drafter, self.changing, preempt_every)
+
+
+def long_prompt_length(device: str, on_gpu: int = LONG_PROMPT) -> int:
+    """Return the length of the long prompt on a device. on_gpu: its length on a GPU."""
+    return min(on_gpu, CPU_LONG_PROMPT) if device == "cpu" else on_gpu
 
 
 def num_outputs(size: Size, setup: Setup) -> int:

@@ -12,7 +12,9 @@ from lockstep.check.scenarios.invariants import (
     CheckedScheduler,
     InvariantError,
     Resumption,
+    check_no_prefixes,
 )
+from lockstep.check.scenarios.saved_rows import checked_returns
 from lockstep.check.scenarios.scenario import (
     AFTER_LAUNCH,
     AFTER_PROMPT,
@@ -151,7 +153,7 @@ class Driver:
         Raises what the engine raises, and InvariantError.
         """
         waiting = sorted(completions, key=lambda one: one.request.arrival)
-        with self._failing():
+        with self._failing(), checked_returns(worker_of(self.engine)):
             for step in range(MAX_STEPS):
                 while waiting and waiting[0].request.arrival <= step:
                     self._add(waiting.pop(0))
@@ -190,6 +192,7 @@ class Driver:
                 self._latest[request_id].events.add((FAILURE, self.failing.point))
             for request in self.engine.recover():
                 raise InvariantError(f"a failed step ended {request.id}: {request.error}") from None
+            check_no_prefixes(self.scheduler.cache)
             return
         for request in updated:
             completion = self._latest[request.id].completion

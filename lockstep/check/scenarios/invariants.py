@@ -158,7 +158,7 @@ class CheckedScheduler(Scheduler):
     seems short to it for as long as that needs. returned: how requests returned, by id.
     resumptions: cached prefixes of first admissions, by id. requests: all that were added.
     num_preempted: preemptions by id. total_preempted: all of them. num_cached: cached tokens of all
-    admissions.
+    admissions. plans: check of its steps.
     """
 
     def __init__(self, cache: Cache, **options: Any) -> None:
@@ -172,15 +172,20 @@ class CheckedScheduler(Scheduler):
         self.total_preempted = 0
         self.num_cached = 0
         self._order = ServiceOrder(self.policy)
-        self._plans = StepPlans(self)
+        self.plans = StepPlans(self)
         self._started: list[str] = []
         self._begun: list[Request] = []
+        self._origins: dict[bytes, tuple[str, str]] = {}
         self._is_forcing = False
         self._left: dict[str, tuple[int, int]] = {}
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
+        """Queue a request. Raises InvariantError if it shares prefixes with another salt's."""
         super().add(request)
+        origin = (request.cache_salt, request.adapter)
+        known = self._origins.setdefault(self.cache_root(request), origin)
+        if known != origin:
+            raise InvariantError(f"pages of (salt, adapter) {origin} have the keys of {known}")
         self._order.add(request)
         self.requests.append(request)
         self.num_preempted.pop(request.id, None)
@@ -188,11 +193,12 @@ class CheckedScheduler(Scheduler):
     def schedule(self) -> Schedule:
         """Return the next schedule. Raises InvariantError if it violates an invariant."""
         self.invariants.begin()
-        self._plans.begin()
+        self.plans.begin()
         self._started = []
         schedule = super().schedule()
         self.invariants.check(schedule)
-        raise_if(self._plans.fault(schedule))
+        raise_if(self.plans.fault(schedule))
+        raise_if(self._revealed_answer(schedule))
         waiting = [e.request.id for e in self.entries.values() if not (e.row or e.will_finish)]
         # A request that makes the engine fail again and again runs alone, whatever its place.
         if not self.suspects:
@@ -209,6 +215,17 @@ class CheckedScheduler(Scheduler):
             self.num_cached += admission.start
         return schedule
 
+    def _revealed_answer(self, schedule: Schedule) -> str | None:
+        """Return which salted answer drafters learn from, or None.
+
+        Drafts of it would show by their timing what was asked under the salt.
+        """
+        learned = {id(answer) for answer in schedule.answers}
+        for request in self.requests:
+            if request.cache_salt and id(request.output_token_ids) in learned:
+                return f"drafters learn the answer of request {request.id}, which has a salt"
+        return None
+
     def _preempt_for_tests(self, plan: Schedule) -> None:
         """Preempt the rows that the scenario names, whatever their place in the order."""
         self._is_forcing = True
@@ -224,6 +241,13 @@ class CheckedScheduler(Scheduler):
         self.num_preempted[entry.request.id] += 1
         self.total_preempted += 1
         super()._preempt(plan, entry)
+        # Steps in flight may have written pages that the host has not read about.
+        written = min(entry.max_committed, entry.request.max_total_tokens)
+        if entry.saved < self.cache.pages_for(written):
+            raise InvariantError(
+                f"request {entry.request.id} is preempted with {entry.saved} pages, and launched "
+                f"steps may have written {written} tokens"
+            )
 
     def _start(self, plan: Schedule, entry: Entry) -> bool:
         """Start a request, a preempted one in the way that it should return."""
@@ -322,6 +346,13 @@ def check_snapshots(schedule: Schedule, slots: set[int]) -> None:
         raise InvariantError("a snapshot is written twice in a step, or read where it is written")
     if slots & (read | set(written)):
         raise InvariantError("a snapshot of a step is a row's own slot")
+
+
+def check_no_prefixes(cache: Cache) -> None:
+    """Raise InvariantError if prefixes are cached, which a failed step may have written in part."""
+    kept = sum(len(group.pool.by_key) for group in cache.groups) + len(cache.host.entries)
+    if kept:
+        raise InvariantError(f"{kept} cached pages and snapshots outlive a failed step")
 
 
 def check_no_leaks(engine: Engine) -> None:

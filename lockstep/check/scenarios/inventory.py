@@ -65,6 +65,18 @@ def _slots(kind: type) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
+def poison(tensor: Tensor, generator: torch.Generator) -> None:
+    """Fill a tensor with random values that nothing may read."""
+    shape = tensor.shape
+    if tensor.dtype == torch.bool:
+        values = torch.rand(shape, generator=generator) < 0.5
+    elif tensor.dtype.is_floating_point:
+        values = torch.randn(shape, generator=generator)
+    else:
+        values = torch.randint(1, 64, shape, generator=generator)
+    tensor.copy_(values.to(tensor.device, tensor.dtype))
+
+
 def rows_and_units(worker: Worker) -> tuple[list[Tensor], list[Tensor]]:
     """Return the tensors with one entry per row, and those with one per page or slot, once each.
 

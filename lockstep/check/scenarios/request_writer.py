@@ -20,6 +20,7 @@ from lockstep.check.scenarios.scenario import (
     WarmPrefix,
 )
 from lockstep.errors import RequestError
+from lockstep.outputs import CompletionOutput
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import check_ids
 from lockstep.step import PAGE_SIZE
@@ -406,7 +407,7 @@ class RequestWriter:
         """Return the plain runs of the request's adapter."""
         return self.plain.of(adapter_of(draft.values))
 
-    def output(self, draft: Draft, params: Params, reach: int = 1) -> Answer:
+    def output(self, draft: Draft, params: Params, reach: int = 1) -> CompletionOutput:
         """Return the first completion of the plain run, without parameters that end it early.
 
         reach: token that the completion should have, if max_tokens permits it.
@@ -414,12 +415,31 @@ class RequestWriter:
         probe = {name: value for name, value in params.items() if name not in IGNORED_BY_PROBE}
         probe["max_tokens"] = min(probe["max_tokens"], max(*SHORT, reach + PROBED))
         params_of_probe = SamplingParams(**probe, ignore_eos=True)
-        return self.runs(draft).answers(draft.prompt, params_of_probe, draft.conversation)[0]
+        return self.runs(draft).probe(draft.prompt, params_of_probe, draft.conversation)
+
+    def begin_across_tokens(self, output: CompletionOutput, begin: int, earliest: int) -> int:
+        """Return where a stop string begins that spans two tokens of an output.
+
+        It begins at the last character of a token, at `earliest` or later and as near to `begin` as
+        possible. The text before it lacks its first two characters. Returns `begin` if there is no
+        such token.
+        """
+        tokenizer = self.plain.llm.tokenizer
+        assert tokenizer is not None, "an output with a text has a tokenizer"
+        text = output.text
+        counts = range(1, len(output.token_ids))
+        lasts = (len(tokenizer.fast.decode(output.token_ids[:count])) - 1 for count in counts)
+        candidates = [
+            last
+            for last in lasts
+            if earliest <= last < len(text) - 2 and text.index(text[last : last + 2]) == last
+        ]
+        return min(candidates, key=lambda last: abs(last - begin), default=begin)
 
     def greedy_tokens(self, draft: Draft) -> list[int]:
         """Return the tokens of the greedy output, each once."""
         greedy = {"temperature": 0.0, "max_tokens": 8}
-        return list(dict.fromkeys(self.output(draft, greedy).tokens))
+        return list(dict.fromkeys(self.output(draft, greedy).token_ids))
 
     @property
     def is_companion(self) -> bool:
@@ -503,7 +523,7 @@ def _bad_words(writer: RequestWriter, draft: Draft) -> None:
         return
     if draft.is_usual("bad words"):
         return
-    tokens = writer.output(draft, draft.params).tokens
+    tokens = writer.output(draft, draft.params).token_ids
     if len(tokens) < 2:
         draft.refused.add("bad words")
         return
@@ -529,7 +549,7 @@ def _stops(writer: RequestWriter, draft: Draft) -> None:
     reach = draft.tokens_to_reach
     first = 0
     if stop == "ids":
-        tokens = writer.output(draft, draft.params, reach).tokens
+        tokens = writer.output(draft, draft.params, reach).token_ids
         begin = max(reach - 1, 1)
         positions = [i for i in range(begin, len(tokens)) if tokens[i] not in tokens[:i]]
         if not positions:
@@ -546,11 +566,14 @@ def _stops(writer: RequestWriter, draft: Draft) -> None:
             draft.refused.add("stop")
             return
         # Characters of the tokens before `reach`, if all tokens have equally many.
-        begin = min(len(text) * (reach - 1) // len(probed.tokens), len(text) - 4)
-        begin = _new_text_from(rng, text, max(begin, 1))
+        earliest = min(len(text) * (reach - 1) // len(probed.token_ids), len(text) - 4)
+        begin = _new_text_from(rng, text, max(earliest, 1))
         # The other string never occurs: the search has several strings.
         absent = ["\N{SNOWMAN}"] if rng.random() < 0.4 else []
-        draft.params["stop"] = [text[begin : begin + rng.randrange(2, 8)], *absent]
+        length = rng.randrange(2, 8)
+        if length > 2:
+            begin = writer.begin_across_tokens(probed, begin, max(earliest, 1))
+        draft.params["stop"] = [text[begin : begin + length], *absent]
         draft.params["include_stop_str_in_output"] = rng.random() < 0.5
         draft.params["ignore_eos"] = draft.is_usual("grammar")
         first = begin // 3

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lockstep.answer import Answer
 from lockstep.check import oracle_drafter
@@ -28,7 +27,7 @@ from lockstep.check.scenarios.invariants import (
     check_no_leaks,
     raise_if,
 )
-from lockstep.check.scenarios.inventory import rows_and_units
+from lockstep.check.scenarios.inventory import poison, rows_and_units
 from lockstep.check.scenarios.scenario import Kind, Scenario, ScenarioRequest
 from lockstep.engine.engine import Engine
 from lockstep.engine.scheduler_factory import cache_config
@@ -36,7 +35,7 @@ from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec import prediction
 from lockstep.step import PAGE_SIZE
 from lockstep.worker import memory
-from lockstep.worker.executor import executor_of
+from lockstep.worker.executor import executor_of, worker_of
 from lockstep.worker.worker import Worker
 
 
@@ -175,6 +174,10 @@ class ScenarioRunner:
             max_num_seqs=limits.rows,
         )
         self.engine.reset(cache, CheckedScheduler, **options)
+        scheduler = engine.scheduler
+        assert isinstance(scheduler, CheckedScheduler)
+        columns = worker_of(engine).table.tokens.shape[1]
+        scheduler.plans.spare_columns = columns - plan.max_model_len
         # Its invariants are checked with those of the cache.
         engine.scheduler.cache.log_blocks()
         slab_bytes = limits.slab_pages * plan.page_bytes or memory.SLAB_BYTES
@@ -331,17 +334,10 @@ def _poison(runner: Worker, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     table = runner.table
 
-    def random_values(tensor: Tensor) -> Any:
-        if tensor.dtype == torch.bool:
-            return torch.rand(tensor.shape, generator=generator) < 0.5
-        if tensor.dtype.is_floating_point:
-            return torch.randn(tensor.shape, generator=generator)
-        return torch.randint(1, 64, tensor.shape, generator=generator)
-
     rows, units = rows_and_units(runner)
     # Row 0 is the null row, which padding reads and nothing writes.
     for tensor in rows:
-        tensor[1:] = random_values(tensor[1:]).to(tensor.device, tensor.dtype)
+        poison(tensor[1:], generator)
     table.page_table[1:] = 0
     for tensor in (*units, *runner.transfers.host):
-        tensor.copy_(random_values(tensor).to(tensor.device, tensor.dtype))
+        poison(tensor, generator)

@@ -9,10 +9,15 @@ from lockstep.scheduling.scheduler import Scheduler
 
 
 class StepPlans:
-    """Steps of one scheduler, followed from its schedules."""
+    """Steps of one scheduler, followed from its schedules.
+
+    spare_columns: columns of a row in the row table past max_model_len, None if unknown.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
+        self.spare_columns: int | None = None
+        self._committed: dict[str, int] = {}
         self._chunk_ends: dict[str, int] = {}
         self._cached_pages: dict[str, int] = {}
         self._ever_cached: set[Key] = set()
@@ -20,6 +25,8 @@ class StepPlans:
     def begin(self) -> None:
         """Record the cached pages before the next schedule, which may evict them."""
         self._ever_cached.update(self.scheduler.cache.paged.pool.by_key)
+        entries = self.scheduler.entries
+        self._committed = {name: entry.max_committed for name, entry in entries.items()}
 
     def fault(self, schedule: Schedule) -> str | None:
         """Return what is wrong with the steps of this schedule, the next after begin(), or None."""
@@ -27,10 +34,11 @@ class StepPlans:
             self._chunk_ends[admission.spec.id] = admission.start
             self._cached_pages[admission.spec.id] = 0
         fault = self._wrong_rows(schedule) or self._wrong_decode(schedule)
+        fault = fault or self._idle_admission(schedule) or self._window_past_row(schedule)
         requests = {entry.row: entry.request for entry in self.scheduler.running}
         for chunk in schedule.prompt:
             fault = fault or self._wrong_chunk(chunk, requests[chunk.row])
-        return fault or self._uncached_page()
+        return fault or self._unwritten_page() or self._uncached_page()
 
     def _wrong_rows(self, schedule: Schedule) -> str | None:
         """Return what is wrong with the rows and the prompt tokens of the steps, or None."""
@@ -47,6 +55,34 @@ class StepPlans:
             waits = entry.in_prompt or entry.num_forced or entry.will_finish
             if entry.row not in rows and not waits:
                 return f"row {entry.row} has a token to generate and is in no step"
+        return None
+
+    @staticmethod
+    def _idle_admission(schedule: Schedule) -> str | None:
+        """Return which new row has no chunk in its first schedule, or None.
+
+        The snapshot from which such a row resumes is pinned in that schedule only.
+        """
+        chunks = {chunk.row for chunk in schedule.prompt}
+        idle = [admission.row for admission in schedule.admissions if admission.row not in chunks]
+        return f"the new rows {idle} have no chunk in their first schedule" if idle else None
+
+    def _window_past_row(self, schedule: Schedule) -> str | None:
+        """Return which window of forced tokens would not fit into a row's columns, or None.
+
+        The end of the request may be max_model_len.
+        """
+        if self.spare_columns is None:
+            return None
+        for entry in self.scheduler.running:
+            if entry.row in schedule.forced:
+                end = self._committed[entry.request.id] + schedule.forced_len
+                past_end = end - entry.request.max_total_tokens
+                if past_end > self.spare_columns:
+                    return (
+                        f"a window of forced tokens ends {past_end} tokens after request "
+                        f"{entry.request.id}, and rows have {self.spare_columns} spare columns"
+                    )
         return None
 
     def _wrong_decode(self, schedule: Schedule) -> str | None:
@@ -77,6 +113,24 @@ class StepPlans:
         cache = self.scheduler.cache
         if cache.state is not None and not chunk.last and end % cache.config.page_size:
             return f"a chunk of a model with recurrent layers ends at token {end}"
+        return None
+
+    def _unwritten_page(self) -> str | None:
+        """Return which cached page of a row has a token that no step has written, or None."""
+        cache = self.scheduler.cache
+        size = cache.config.page_size
+        for entry in self.scheduler.running:
+            request = entry.request
+            written = entry.max_committed
+            if request.output_token_ids:
+                # The last token is written by the step that it is an input of.
+                written = request.num_tokens - 1
+            for page in entry.seq.pages[written // size :]:
+                if page in cache.paged.pool.key_of:
+                    return (
+                        f"page {page} of request {request.id} is cached, and only {written} tokens "
+                        "of the request are known to be written"
+                    )
         return None
 
     def _uncached_page(self) -> str | None:

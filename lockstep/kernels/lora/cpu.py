@@ -21,9 +21,13 @@ def lora_cpu(
     adapter_ids: Tensor,
 ) -> Tensor:
     """See lockstep.kernels.lora.contract.lora."""
+    adapters = set(adapter_ids.tolist()) - {0}
+    # Most steps have requests of the base model only.
+    if not adapters:
+        return y
     widths = torch.bincount(parts, minlength=scales.shape[1]).tolist()
     largest = max(a.shape[1] * a.shape[2], b.shape[1] * b.shape[2])
-    for adapter in set(adapter_ids.tolist()) - {0}:
+    for adapter in adapters:
         scale = scales[adapter]
         if not scale.any():
             continue

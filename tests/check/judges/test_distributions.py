@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import lockstep.kernels.sampling.contract as contract
 import lockstep.kernels.sampling.reference as reference
 from lockstep.check.engines import CheckEngine, build, build_plain
 from lockstep.check.judges import distributions
@@ -60,11 +61,13 @@ def failed_tests(
         monkeypatch.setattr(distributions, "parameter_cases", selected_cases)
 
         def build_kind(kind: Kind) -> CheckEngine:
-            return build(model, {"load_format": "dummy", **kind.settings()}, kind.hooks())
+            # The faults are in the reference: where Numba runs, it is not the default.
+            settings = {"load_format": "dummy", "kernels": {"sample": "reference"}}
+            return build(model, {**settings, **kind.settings()}, kind.hooks())
 
         run_sampling(plain, build_kind, 48, report)
         assert report.cases == len(report.tallies)
-        assert report.cases == 32 or case_names is not None
+        assert report.cases == 40 or case_names is not None
         return {f.batch for f in report.failures}
 
     return run
@@ -94,7 +97,26 @@ def no_top_p(x: Tensor, min_p: float, top_k: int, top_p: float, vocab: int) -> T
     return FILTER(x, min_p, top_k, 1.0, vocab)
 
 
+def warm_only(x: Tensor, part: slice, *rest: Any) -> Tensor:
+    state = rest[4]
+    state.temperature.clamp_(min=0.01)
+    return PROCESS(x, part, *rest)
+
+
+def k_of_top_k(x: Tensor, min_p: float, top_k: int, top_p: float, vocab: int) -> Tensor:
+    if 0 < top_k < x.shape[-1]:
+        top = x.topk(top_k)
+        x = torch.full_like(x, -torch.inf).scatter_(-1, top.indices, top.values)
+    return FILTER(x, min_p, 0, top_p, vocab)
+
+
+def last_of_ties(scores: Tensor) -> tuple[Tensor, Tensor]:
+    index = scores.shape[-1] - 1 - scores.flip(-1).argmax(-1, keepdim=True)
+    return index[..., 0], scores.gather(-1, index)[..., 0]
+
+
 UNIFORM = reference.uniform
+PROCESS = reference._process
 PENALISE = reference._penalise
 FILTER = reference._filter
 
@@ -108,6 +130,9 @@ FILTER = reference._filter
         ("uniform", no_noise, {"no parameter, alone", "no parameter, window", "min_p, window"}),
         ("_penalise", stale_penalties, {"presence_penalty, window", "all together, window"}),
         ("_filter", no_top_p, {"top_p, alone", "top_p, window"}),
+        ("_filter", k_of_top_k, {"ties, top_k, alone", "ties, top_k, window"}),
+        ("_best", last_of_ties, {"ties, greedy, alone", "ties, greedy, window"}),
+        ("_process", warm_only, {"low temperature, alone", "low temperature, window"}),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -118,7 +143,8 @@ def test_sampler_faults_are_detected(
     fault: Any,
     expected: set[str],
 ) -> None:
-    monkeypatch.setattr(reference, name, fault)
+    module = contract if name in ("uniform", "_best") else reference
+    monkeypatch.setattr(module, name, fault)
     assert expected <= failed_tests({test.partition(",")[0] for test in expected})
 
 

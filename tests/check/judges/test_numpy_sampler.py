@@ -3,6 +3,7 @@
 import math
 import random
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,31 @@ def test_reference_accepts_only_the_engines_token(options: dict[str, Any]) -> No
             if numpy_sampler.wrong_token(raw, t, context, params, seed) is None
         ]
         assert len(accepted) <= 1, "at most one other token is as good, by rounding"
+
+
+def test_of_equal_logits_the_first_token_wins() -> None:
+    raw = np.zeros(V)
+    raw[[7, 20, 30]] = 3.0
+    context = numpy_sampler.TokenContext(PROMPT, [], EOS_IDS)
+    greedy = SamplingParams(temperature=0.0)
+
+    def accepted(params: SamplingParams) -> list[int]:
+        tokens = (7, 20, 30)
+        judged = (numpy_sampler.wrong_token(raw, t, context, params, 0) for t in tokens)
+        return [t for t, fault in zip(tokens, judged, strict=True) if fault is None]
+
+    assert accepted(greedy) == [7]
+    # A bias makes the first one worse, so the second one wins.
+    assert accepted(replace(greedy, logit_bias={7: -1.0})) == [20]
+
+
+def test_tokens_that_tie_with_the_last_of_top_k_are_kept() -> None:
+    scores = np.arange(V, dtype=np.float64)
+    scores[:10] = scores[40]
+    params = SamplingParams(top_k=10)
+    for tolerance in (numpy_sampler.SCORE_TOLERANCE, -numpy_sampler.SCORE_TOLERANCE):
+        kept = numpy_sampler.filter_mask(scores, params, tolerance).nonzero()[0]
+        assert kept.tolist() == [*range(10), *range(40, V)]
 
 
 def test_every_bit_of_a_seed_counts() -> None:

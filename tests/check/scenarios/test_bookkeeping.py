@@ -8,13 +8,17 @@ from lockstep.cache.cache import Cache, CacheConfig
 from lockstep.cache.groups import PagedGroup
 from lockstep.check.scenarios import invariants
 from lockstep.check.scenarios.accounting import Observed, wrong_metrics
-from lockstep.check.scenarios.invariants import CheckedScheduler, InvariantError
+from lockstep.check.scenarios.invariants import (
+    CheckedScheduler,
+    InvariantError,
+    check_no_prefixes,
+)
 from lockstep.check.scenarios.service_order import ServiceOrder
 from lockstep.outputs import RequestMetrics
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling import scheduler as scheduler_module
 from lockstep.scheduling.request import Request
-from lockstep.scheduling.schedule import Results, RowResult
+from lockstep.scheduling.schedule import Results, RowResult, Schedule
 from lockstep.scheduling.scheduler import Scheduler
 from tests.scheduling import test_scheduler_walk as scheduler_walk
 
@@ -24,7 +28,7 @@ PROMPT = list(range(150))
 def make(**options: Any) -> CheckedScheduler:
     cache = Cache(CacheConfig(num_pages=20, num_state_slots=0, max_num_seqs=2))
     sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 128, "max_model_len": 400}
-    return CheckedScheduler(cache, query_len=1, **{**sizes, **options})
+    return CheckedScheduler(cache, **{"query_len": 1, **sizes, **options})
 
 
 def run(scheduler: CheckedScheduler) -> None:
@@ -75,7 +79,9 @@ def test_prefix_of_another_salt_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     scheduler = make()
     scheduler.add(request("a"))
     run(scheduler)
-    scheduler.add(request("b", "x"))
+    with pytest.raises(InvariantError, match="have the keys of"):
+        scheduler.add(request("b", "x"))
+    # The hit itself is named too, where the keys were not compared.
     with pytest.raises(InvariantError, match="that no request of its salt"):
         run(scheduler)
 
@@ -96,6 +102,96 @@ def test_shorter_hit_and_missing_page_are_named(monkeypatch: pytest.MonkeyPatch)
     scheduler.add(request("a"))
     with pytest.raises(InvariantError, match="page . of request a is full and was not cached"):
         run(scheduler)
+
+
+def test_page_that_is_cached_before_its_last_token_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    commit = Cache.commit
+    monkeypatch.setattr(Cache, "commit", lambda self, seq, tokens: commit(self, seq, tokens + 1))
+    scheduler = make()
+    scheduler.add(Request("a", PROMPT[:62], SamplingParams(max_tokens=3, ignore_eos=True)))
+    with pytest.raises(InvariantError, match="only 63 tokens of the request are known"):
+        run(scheduler)
+
+
+def test_new_row_without_a_chunk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make()
+    plan_prompt = Scheduler._plan_prompt
+
+    def plan_first(self: Scheduler, schedule: Schedule) -> Any:
+        rows = plan_prompt(self, schedule)
+        del schedule.prompt[1:]
+        return rows
+
+    monkeypatch.setattr(Scheduler, "_plan_prompt", plan_first)
+    for name in "ab":
+        scheduler.add(request(name))
+    with pytest.raises(InvariantError, match="have no chunk in their first schedule"):
+        run(scheduler)
+
+
+def test_row_that_is_saved_without_its_last_page_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = make(query_len=8)
+    scheduler.add(Request("a", PROMPT[:60], SamplingParams(max_tokens=50, ignore_eos=True)))
+    schedule = scheduler.schedule()
+    scheduler.update(schedule, Results({schedule.prompt[0].row: RowResult([5])}))
+    # Its results are not read before the row is preempted.
+    scheduler.schedule()
+    pages_for = Cache.pages_for
+    known = scheduler.entries["a"].request.num_tokens
+    scheduler.force_preempt("a")
+    with monkeypatch.context() as patch:
+        preempt = Scheduler._preempt
+
+        def save_known(self: Scheduler, plan: Schedule, entry: Any) -> None:
+            preempt(self, plan, entry)
+            entry.saved = pages_for(self.cache, known)
+
+        patch.setattr(Scheduler, "_preempt", save_known)
+        with pytest.raises(InvariantError, match="preempted with 1 pages, and launched steps"):
+            scheduler.schedule()
+
+
+def test_salted_answer_that_drafters_learn_is_named() -> None:
+    scheduler = make()
+    for name, salt in (("a", "x"), ("b", "")):
+        scheduler.add(request(name, salt))
+        run(scheduler)
+    salted, other = (known.output_token_ids for known in scheduler.requests)
+    scheduler.answers = [other]
+    scheduler.schedule()
+    scheduler.answers = [salted]
+    with pytest.raises(InvariantError, match="the answer of request a, which has a salt"):
+        scheduler.schedule()
+
+
+def test_window_that_ends_past_a_row_is_named() -> None:
+    params = SamplingParams(max_tokens=20, ignore_eos=True, forced_token_ids=[5] * 18)
+    for spare_columns in (66, 5):
+        scheduler = make(max_num_batched_tokens=256)
+        scheduler.plans.spare_columns = spare_columns
+        scheduler.add(Request("a", PROMPT, params))
+        schedule = scheduler.schedule()
+        scheduler.update(schedule, Results({schedule.prompt[0].row: RowResult([5])}))
+        if spare_columns == 66:
+            assert scheduler.schedule().forced_len == 64
+        else:
+            with pytest.raises(InvariantError, match="ends 44 tokens after request a, and rows"):
+                scheduler.schedule()
+
+
+def test_prefixes_that_outlive_a_failed_step_are_named() -> None:
+    scheduler = make()
+    check_no_prefixes(scheduler.cache)
+    scheduler.add(request("a"))
+    run(scheduler)
+    with pytest.raises(InvariantError, match="2 cached pages and snapshots outlive"):
+        check_no_prefixes(scheduler.cache)
+    scheduler.cache.drop_cached()
+    check_no_prefixes(scheduler.cache)
 
 
 def test_page_that_is_evicted_after_it_was_cached_is_no_fault() -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from lockstep.cache.cache import Cache, CacheConfig
 from lockstep.cache.groups import CacheSeq, StateGroup
@@ -33,6 +34,7 @@ from lockstep.scheduling.grammar import FillMasks
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import PageGrant, PromptChunk, Results, RowResult, Schedule
 from lockstep.scheduling.scheduler import Entry, Scheduler
+from lockstep.worker.row_table import RowTable
 from lockstep.worker.worker import Worker
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -73,6 +75,24 @@ def test_pages_of_a_preempted_row_do_not_go_to_another(
     monkeypatch.setattr(Scheduler, "_preempt", keeping)
     with pytest.raises(InvariantError, match="row 1 has the pages .* but the schedules gave it"):
         play(preemption_scenario(5))
+
+
+def test_a_row_that_returns_without_a_part_of_its_line_is_named(
+    play: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenario = preemption_scenario(5)
+    late, urgent = scenario.requests
+    stops = {"stop_token_ids": [11, 12], "min_tokens": 9}
+    scenario = replace(scenario, requests=(replace(late, params={**late.params, **stops}), urgent))
+    play(scenario)
+    row_tensors = RowTable.row_tensors
+
+    def without_stop_ids(table: RowTable) -> list[Tensor]:
+        return [t for t in row_tensors(table) if t is not table.sampling.stop_ids]
+
+    monkeypatch.setattr(RowTable, "row_tensors", without_stop_ids)
+    with pytest.raises(InvariantError, match="returns to row 1 without its line of a torch.int64"):
+        play(scenario)
 
 
 def test_a_request_aborted_in_host_memory_frees_it(

@@ -16,6 +16,7 @@ from lockstep.check.scenarios.request_writer import (
     RequestWriter,
 )
 from lockstep.check.scenarios.scenario import Kind, Limits, Scenario, ScenarioRequest
+from lockstep.outputs import CompletionOutput
 from lockstep.sampling_params import SamplingParams
 from lockstep.spec.suffix import SuffixDrafter
 from lockstep.step import PAGE_SIZE
@@ -48,6 +49,21 @@ def test_rendered_prompts_have_the_planned_length(plain: PlainRuns, thinks: bool
                 talk = writer._conversation(random.Random(seed), length, thinks)
                 assert len(rendered(plain.llm, talk).ids) == length
                 assert talk.thinks == thinks
+
+
+def test_stop_strings_span_tokens(plain: PlainRuns) -> None:
+    tokenizer = plain.llm.tokenizer
+    assert tokenizer is not None
+    text = "The harbour was quiet that morning, and the baker slept"
+    tokens = tokenizer.fast.encode(text).ids
+    ends = [len(tokenizer.fast.decode(tokens[:count])) for count in range(1, len(tokens))]
+    output = CompletionOutput(index=0, text=text, token_ids=list(tokens))
+    writer = writer_of(plain)
+    for begin in range(1, len(text)):
+        assert writer.begin_across_tokens(output, begin, 1) + 1 in ends
+    assert writer.begin_across_tokens(output, 20, 15) >= 15
+    late = len(text) - 1
+    assert writer.begin_across_tokens(output, late, late) == late
 
 
 def test_logits_of_16_bits_tie_at_the_thresholds_of_top_k(companions: Companions) -> None:
