@@ -90,6 +90,44 @@ def test_infinity_and_nan_reach_the_product(backend: Backend, block_k: int) -> N
     assert torch.equal(values[3], clean[3])
 
 
+@pytest.mark.parametrize("backend", backends(op=quantize_rows)[1:])
+def test_division_of_kernels_is_that_of_fp32(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For scales and numbers of all magnitudes, zeros of both signs, infinities and NaN."""
+    from tests.kernels.divide import divide_kernel
+
+    if backend.interpreted:
+        from triton.runtime import interpreter
+
+        def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+            a, b, c = (operand.data.astype("float64") for operand in (x, y, z))
+            return interpreter.TensorHandle((a * b + c).astype("float32"), z.dtype.scalar)
+
+        # The interpreter rounds the product and the sum.
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
+    size = 1 << 12
+    generator = torch.Generator().manual_seed(13)
+    amax = torch.exp2(torch.rand(size, generator=generator) * 270 - 142).clamp(max=3e38)
+    scales = (amax / 448).clamp(min=MIN_SCALE)
+    smaller = torch.exp2(-torch.rand(size, generator=generator) * 40)
+    x = amax * smaller * (torch.randint(0, 2, (size,), generator=generator) * 2 - 1)
+    x[:4] = torch.tensor([0.0, -0.0, 0.0, -0.0])
+    scales[2:4] = MIN_SCALE
+    scales[4:8] = float("inf")
+    x[4:7] = torch.tensor([float("inf"), 1.0, -1.0])
+    x[7] = scales[7] = float("nan")
+    x, scales = x.to(backend.device), scales.to(backend.device)
+    out = torch.empty_like(x)
+    divide_kernel[(1,)](x, scales, out, size)
+    expected = x.cpu() / scales.cpu()
+    kept = (expected.abs() >= 2.0**-40) | (expected == 0) | expected.isnan()
+    assert kept.sum() > 0.9 * size
+    assert same_bits(out.cpu()[kept], expected[kept])
+    signed = kept & ~expected.isnan()  # the sign of a zero is a bit of its code
+    assert torch.equal(out.cpu().signbit()[signed], expected.signbit()[signed])
+
+
 @pytest.mark.parametrize("backend", PRODUCTS)
 def test_rows_with_infinity_or_nan_are_nan_and_others_unchanged(backend: Backend) -> None:
     x = torch.randn(4, 300, generator=torch.Generator().manual_seed(2)).to(backend.dtype)
