@@ -199,7 +199,7 @@ def test_killed_compiler_leaves_no_lock(tmp_path: Path) -> None:
 
 def test_stopped_compiler_delays_others_by_a_bound(tmp_path: Path) -> None:
     """They compile themselves and log it. The stopped process goes on later."""
-    stopped = start(tmp_path, seconds=0.5)
+    stopped = start(tmp_path, seconds=2.0)  # it must not end before the signal arrives
     assert stopped.stdout.readline() == "compiles\n"
     stopped.send_signal(signal.SIGSTOP)
     try:
