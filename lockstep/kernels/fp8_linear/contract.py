@@ -57,10 +57,10 @@ def row_codes(x: Tensor, block_k: int) -> tuple[Tensor, Tensor]:
 
 
 def choose_fp8_split_k(n: int, k: int, device: str) -> int:
-    """Return the number of split-K partitions of fp8_linear: that of a plain 16-bit weight.
+    """Return the split-K count of fp8_linear, which a plain 16-bit weight of this shape has too.
 
-    Its partitions are whole blocks of K_BLOCK columns, and the kernels add up two at most in
-    registers. Neither holds for choose_split_k of a quantized weight or of an fp32 model.
+    Partitions must be whole blocks of K_BLOCK columns, and the kernels add up two at most in
+    registers. Plain fp32 weights have other partitions, and quantized weights have four.
     """
     return choose_split_k(n, k, device)
 
