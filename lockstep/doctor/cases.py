@@ -11,7 +11,7 @@ from lockstep.kernels.attention.cases import paged
 from lockstep.kernels.backends import layer_traits, load_cases
 from lockstep.kernels.formats.kv import KVFormat
 from lockstep.kernels.formats.weights import QuantizedWeight
-from lockstep.kernels.fp8_linear import fp8_linear
+from lockstep.kernels.fp8_linear import choose_fp8_split_k, fp8_linear
 from lockstep.kernels.gated_delta_rule.cases import gated_delta_chunk_cases, gated_delta_step_cases
 from lockstep.kernels.latent_attention.cases import latent_rope, paged_latents
 from lockstep.kernels.linear import choose_split_k
@@ -98,8 +98,10 @@ def _linear(need: KernelNeed, dtype: torch.dtype) -> Iterator[Case]:
     else:
         weight = need.layout.empty(n, k, "cpu")
         weight.fill_dummy(torch.Generator().manual_seed(2))
-    by_four = need.layout is not None and need.op != fp8_linear.name  # as layers choose it
-    split_k = choose_split_k(n, k, device, by_four, dtype)
+    if need.op == fp8_linear.name:
+        split_k = choose_fp8_split_k(n, k, device)
+    else:
+        split_k = choose_split_k(n, k, device, need.layout is not None, dtype)
     x = _normal(TOKENS, k, dtype=dtype)
     arguments = dict(x=x, weight=weight, split_k=split_k)
     name = f"{TOKENS}x{n}x{k}/{split_k}" + f" {need.layout}" * (need.layout is not None)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.errors import CheckpointError
 from lockstep.kernels.exchange import Gather, all_columns
 from lockstep.kernels.formats.weights import Fp8Weight, QuantizedWeight
-from lockstep.kernels.fp8_linear import fp8_linear
+from lockstep.kernels.fp8_linear import choose_fp8_split_k, fp8_linear
 from lockstep.kernels.fp8_linear.cpu import PrepackedFp8Weight
 from lockstep.kernels.linear import choose_split_k, linear
 from lockstep.kernels.linear.prepacked import PrepackedWeight, dequantizes, fits_tiles, prepack
@@ -188,9 +188,11 @@ class Gemm(Weight):
         n = self.shape[0]
         quantized = self.quantized is not None
         self.product = build.product_of(self.quantized)
-        # Its kernels add up two partitions at most in registers.
-        by_four = quantized and self.product is not fp8_linear
-        self.split_k = choose_split_k(total or n, k, build.device, by_four, build.dtype)
+        columns = total or n
+        if self.product is fp8_linear:
+            self.split_k = choose_fp8_split_k(columns, k, build.device)
+        else:
+            self.split_k = choose_split_k(columns, k, build.device, quantized, build.dtype)
         self.allow_partials = allow_partials
         kind = type(self.quantized).__name__ if quantized else ""
         self.linear = build.linear_op(self.product, n=n, k=k, quantized=kind)

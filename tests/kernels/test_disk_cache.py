@@ -187,6 +187,17 @@ def test_copies_of_a_source_share_machine_code(folder: Path, tmp_path: Path) -> 
         assert double(21) == 42 and misses(double) == expected, (clone, text)
 
 
+def test_numbas_own_places_are_not_used(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They know a file's time and nothing of inlined files, so old machine code would be used."""
+    monkeypatch.setattr(config, "CACHE_LOCATOR_CLASSES", "InTreeCacheLocator", raising=False)
+    for clone in ("a", "b"):
+        double = load_double(tmp_path / clone, KERNEL_OF_PROCESSES)
+        assert double(21) == 42 and misses(double) == (clone == "a")
+    assert len(files_of(folder)) == 1 and not list(tmp_path.glob("*/__pycache__"))
+
+
 def test_killed_compiler_leaves_no_lock(tmp_path: Path) -> None:
     killed = start(tmp_path, seconds=100.0)
     assert killed.stdout.readline() == "compiles\n"
@@ -199,7 +210,7 @@ def test_killed_compiler_leaves_no_lock(tmp_path: Path) -> None:
 
 def test_stopped_compiler_delays_others_by_a_bound(tmp_path: Path) -> None:
     """They compile themselves and log it. The stopped process goes on later."""
-    stopped = start(tmp_path, seconds=0.5)
+    stopped = start(tmp_path, seconds=2.0)  # it must not end before the signal arrives
     assert stopped.stdout.readline() == "compiles\n"
     stopped.send_signal(signal.SIGSTOP)
     try:

@@ -1,5 +1,6 @@
 """W8A8: quantization of rows, and products whose sums of 128 columns are exact."""
 
+from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 from typing import Any
@@ -88,6 +89,44 @@ def test_infinity_and_nan_reach_the_product(backend: Backend, block_k: int) -> N
     for row in range(3):
         assert torch.equal(values[row][~in_group], clean[row][~in_group])
     assert torch.equal(values[3], clean[3])
+
+
+@pytest.mark.parametrize("backend", backends(op=quantize_rows)[1:])
+def test_division_of_kernels_is_that_of_fp32(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For scales and numbers of all magnitudes, zeros of both signs, infinities and NaN."""
+    from tests.kernels.divide import divide_kernel
+
+    if backend.interpreted:
+        from triton.runtime import interpreter
+
+        def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+            a, b, c = (operand.data.astype("float64") for operand in (x, y, z))
+            return interpreter.TensorHandle((a * b + c).astype("float32"), z.dtype.scalar)
+
+        # The interpreter rounds the product and the sum.
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
+    size = 1 << 12
+    generator = torch.Generator().manual_seed(13)
+    amax = torch.exp2(torch.rand(size, generator=generator) * 270 - 142).clamp(max=3e38)
+    scales = (amax / 448).clamp(min=MIN_SCALE)
+    smaller = torch.exp2(-torch.rand(size, generator=generator) * 40)
+    x = amax * smaller * (torch.randint(0, 2, (size,), generator=generator) * 2 - 1)
+    x[:4] = torch.tensor([0.0, -0.0, 0.0, -0.0])
+    scales[2:4] = MIN_SCALE
+    scales[4:8] = float("inf")
+    x[4:7] = torch.tensor([float("inf"), 1.0, -1.0])
+    x[7] = scales[7] = float("nan")
+    x, scales = x.to(backend.device), scales.to(backend.device)
+    out = torch.empty_like(x)
+    divide_kernel[(1,)](x, scales, out, size)
+    expected = x.cpu() / scales.cpu()
+    kept = (expected.abs() >= 2.0**-40) | (expected == 0) | expected.isnan()
+    assert kept.sum() > 0.9 * size
+    assert same_bits(out.cpu()[kept], expected[kept])
+    signed = kept & ~expected.isnan()  # the sign of a zero is a bit of its code
+    assert torch.equal(out.cpu().signbit()[signed], expected.signbit()[signed])
 
 
 @pytest.mark.parametrize("backend", PRODUCTS)
@@ -227,12 +266,14 @@ def test_every_tile_gives_the_same_bits(split_k: int, block_k: int, block_n: int
 
     if not fits(weight, split_k):
         return
-    for (tokens, stages), splits in product(STAGES.items(), (True, False)):
+    # With 3 CTAs each computes many tiles, and its barriers go through many phases between them.
+    targets = (target, replace(target, num_sms=3))
+    for (tokens, stages), splits, gpu in product(STAGES.items(), (True, False), targets):
         hopper_tile = HopperTile(tokens, stages, splits)
         parts = (split_k,) if splits and split_k > 1 else ()
         y = torch.empty(*parts, 300, 520, dtype=torch.float32 if parts else x.dtype, device="cuda")
-        launch_hopper(x, weight, split_k, hopper_tile, target, y)
-        assert same_bits(reduce_partials(y, x.dtype) if parts else y, expected), hopper_tile
+        launch_hopper(x, weight, split_k, hopper_tile, gpu, y)
+        assert same_bits(reduce_partials(y, x.dtype) if parts else y, expected), (hopper_tile, gpu)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.kernels.backends import load
 from lockstep.kernels.formats.weights import Fp4Weight, quantize_int
-from lockstep.kernels.linear import linear
+from lockstep.kernels.fp8_linear import fp8_linear
+from lockstep.kernels.linear import linear, partition_length
 from lockstep.kernels.linear.probe import Probed
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Embedding, Gemm, Head, Linear, PartialLinear, probe
@@ -278,6 +279,19 @@ def test_quantized_head_of_a_drafter_has_the_storage_of_the_target(
     assert weight_bytes(head, shared) == weight_bytes(head)
     x = torch.randn(3, 64)
     assert torch.equal(shared(x), head(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_partitions_of_fp8_products_are_whole_blocks(dtype: torch.dtype) -> None:
+    """A partition that ends within a block of 128 columns would add the block's rest twice."""
+    load()
+    weight_format = read_weight_format(None, "fp8", "fp8")
+    build = BuildContext("cuda:0", dtype, 1, 1, weight_format=weight_format, arch=90)
+    for k in (640, 2560, 5120, 17408):
+        with FakeTensorMode():
+            (product,) = Linear(build, k, {"a": 256}).gemms
+        assert product.product is fp8_linear and product.split_k in (1, 2)
+        assert product.split_k == 1 or partition_length(k, product.split_k) % 128 == 0
 
 
 def test_head_of_a_drafter_has_the_prepacked_codes_of_the_target() -> None:

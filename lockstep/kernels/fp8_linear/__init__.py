@@ -1,5 +1,11 @@
 """fp8_linear: y = x W^T with an e4m3 weight, where x is quantized to e4m3 per token (W8A8)."""
 
-from lockstep.kernels.fp8_linear.contract import MIN_SCALE, fp8_linear, quantize_rows, row_codes
+from lockstep.kernels.fp8_linear.contract import (
+    MIN_SCALE,
+    choose_fp8_split_k,
+    fp8_linear,
+    quantize_rows,
+    row_codes,
+)
 
-__all__ = ["MIN_SCALE", "fp8_linear", "quantize_rows", "row_codes"]
+__all__ = ["MIN_SCALE", "choose_fp8_split_k", "fp8_linear", "quantize_rows", "row_codes"]

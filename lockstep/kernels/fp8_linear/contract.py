@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep.kernels.formats.weights import K_BLOCK, Fp8Weight, pack_codes
 from lockstep.kernels.formats.weights.fp8 import e4m3_values
 from lockstep.kernels.formats.weights.quantize import MAX_E4M3
-from lockstep.kernels.linear import partition_length, tree_sum, write_out
+from lockstep.kernels.linear import choose_split_k, partition_length, tree_sum, write_out
 from lockstep.kernels.linear.prepacked import PrepackedWeight
 from lockstep.kernels.registry import op
 
@@ -56,6 +56,15 @@ def row_codes(x: Tensor, block_k: int) -> tuple[Tensor, Tensor]:
     return codes.where(~scaled.isnan(), NAN_CODE), scales
 
 
+def choose_fp8_split_k(n: int, k: int, device: str) -> int:
+    """Return the split-K count of fp8_linear, which a plain 16-bit weight of this shape has too.
+
+    Partitions must be whole blocks of K_BLOCK columns, and the kernels add up two at most in
+    registers. Plain fp32 weights have other partitions, and quantized weights have four.
+    """
+    return choose_split_k(n, k, device)
+
+
 @op(needed_for="FP8 activations")
 def fp8_linear(
     x: Tensor,
@@ -82,7 +91,7 @@ def fp8_linear(
         x: [T, K], its last stride 1.
         weight: [N, K] with block_k of K_BLOCK, or of K or more; or prepacked for a CPU.
         split_k: number of split-K partitions; above 1, partition_length is a multiple of K_BLOCK.
-            See lockstep.kernels.linear.choose_split_k.
+            See choose_fp8_split_k.
         allow_partials, out: see lockstep.kernels.linear.linear.
     """
     if isinstance(weight, PrepackedWeight):

@@ -301,7 +301,7 @@ def choose_hopper_tile(tokens: int, may_split: bool) -> HopperTile:
 
     Times are in docs/kernels/fp8_linear.md.
     """
-    size = next((size for size in STAGES if min(tokens, NARROW) <= size), NARROW)
+    size = next(size for size in STAGES if min(tokens, NARROW) <= size)
     if tokens > MAX_NARROW:
         size = WIDE.value
     return HopperTile(size, STAGES[size], may_split and tokens <= MAX_NARROW)

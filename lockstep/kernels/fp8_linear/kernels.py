@@ -51,9 +51,10 @@ def scale_of(max_bits):
 def divide(x, scale):
     """Return x / scale, correctly rounded where it is 2^-40 or more, in six instructions.
 
-    Each of two Newton steps adds the remainder times the reciprocal. A correctly rounded reciprocal
-    and a quotient that is off by less than two units in the last place give the correctly rounded
-    one (Markstein 1990). The remainder is exact, since tiny numbers are taken 2^64 times larger.
+    Each of two Newton steps subtracts the excess q * scale - x times the reciprocal. A correctly
+    rounded reciprocal and a quotient that is off by less than two units in the last place give the
+    correctly rounded one (Markstein 1990). The excess is exact, since tiny numbers are taken 2^64
+    times larger. An excess of +0 keeps the sign of a quotient of 0, which x - q * scale would not.
     """
     factor = tl.where(scale < TINY_SCALE, SCALE_FACTOR, 1.0)
     # An infinite scale divides finite numbers into 0 and infinite ones into NaN.
@@ -64,8 +65,8 @@ def divide(x, scale):
     divisor = tl.zeros_like(x) + divisor
     inverse = tl.zeros_like(x) + inverse
     quotient = x * inverse
-    quotient = tl.fma(tl.fma(-quotient, divisor, x), inverse, quotient)
-    return tl.fma(tl.fma(-quotient, divisor, x), inverse, quotient)
+    quotient = tl.fma(-tl.fma(quotient, divisor, -x), inverse, quotient)
+    return tl.fma(-tl.fma(quotient, divisor, -x), inverse, quotient)
 
 
 @triton.jit

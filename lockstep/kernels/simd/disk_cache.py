@@ -10,6 +10,7 @@ lock. A lock only saves CPU time: where ranks start together, one compiles and t
 
 import fcntl
 import hashlib
+import inspect
 import logging
 import os
 import pickle
@@ -232,7 +233,12 @@ class _Locator(_CacheLocator):
 class _Contents(CompileResultCacheImpl):
     """Numba's conversion of compiled kernels to contents of files."""
 
-    _locator_classes = [_Locator]
+    def __init__(self, function) -> None:
+        # Numba's constructor would take a locator of NUMBA_CACHE_LOCATOR_CLASSES if that is set.
+        # Its stamp leaves out inlined files, so old machine code would be used.
+        self._lineno = function.__code__.co_firstlineno
+        self._locator = _Locator(function, inspect.getfile(function))
+        self._filename_base = function.__name__
 
 
 class MachineCodeCache(FunctionCache):
