@@ -134,7 +134,7 @@ def test_full_queue_is_429(server: Any, processor: Any, path: str) -> None:
 def test_request_timeout(server: Any, path: str, stream: bool) -> None:
     server.client.hang = True
     server.client.answer = lambda request: request.prompt_token_ids[:1]
-    result = send(server, path, timeout=0.05, stream=stream)
+    result = send(server, path, timeout=0.3, stream=stream)
     assert result.status_code == (200 if stream else 504)
     assert "time was up after 1 tokens" in result.text
     assert server.client.aborted == [r.id for r in server.client.requests]

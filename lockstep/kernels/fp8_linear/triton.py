@@ -54,7 +54,7 @@ class Fp8Tile:
 SMALL = (Fp8Tile(16, 64, 4, 8), Fp8Tile(32, 64, 4, 7), Fp8Tile(64, 64, 4, 6))
 """Tiles of up to 64 tokens, by ascending m."""
 LARGE = Fp8Tile(64, 256, 8, 4, splits=False)
-"""553 TFLOP/s at 8,192 tokens on an H200, 128 x 128 402."""
+"""4.5 to 5.3 ms of gate_up at 8,192 tokens on an H200, where 128 x 128 takes 7.3."""
 LARGE_TREE = Fp8Tile(64, 128, 8, 5, splits=False)
 """Tile of more registers per output: a tree over 4 partitions keeps three accumulators and a
 block's sum, and operands in fp16 pass through registers."""
