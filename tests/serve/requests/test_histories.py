@@ -165,6 +165,25 @@ def test_response_item_of_unknown_call_is_refused(server: Any) -> None:
         assert response.status_code == 200, response.text
 
 
+def test_response_item_of_no_call_is_read(server: Any) -> None:
+    """Codex writes what an automation or another thread sends as a result without a call.
+
+    https://github.com/openai/codex/issues/44723
+    """
+    message = {
+        "type": "function_call_output",
+        "id": "fco_1",
+        "name": "automation_update",
+        "namespace": "codex_app",
+        "output": "<heartbeat>check the build</heartbeat>",
+    }
+    call = {"type": "function_call", "call_id": "a", "name": "get", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "a", "output": "3"}
+    for items in ([message], [*USER, message], [*USER, call, result, message]):
+        response = post(server, RESPONSES, input=items, tools=[FUNCTION])
+        assert response.status_code == 200, response.text
+
+
 @pytest.mark.parametrize("path", [MESSAGES, f"{MESSAGES}/count_tokens"])
 def test_anthropic_result_of_unknown_call_is_refused(server: Any, path: str) -> None:
     call = {"type": "tool_use", "id": "a", "name": "get", "input": {}}
