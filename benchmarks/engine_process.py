@@ -2,7 +2,7 @@
 
     python benchmarks/engine_process.py --streams 32 --tokens 100 --rounds 3 [-- OPTIONS]
 
-OPTIONS are those of serve. Each round starts both servers, one after the other, and sends each
+OPTIONS are those of serve. Each round starts both servers, one after the other. Each server gets
 --streams concurrent chats with random sampling, every fourth with a grammar. Meanwhile /health is
 requested every 20 ms: its latency is what the HTTP side adds to any answer.
 """
@@ -25,7 +25,7 @@ PATIENCE = 300.0
 HEALTH_SECONDS = 0.02
 """Seconds between two requests for /health."""
 WAYS = {"thread": ["--disable-frontend-multiprocessing"], "process": []}
-"""Name -> serve options of each place of the engine."""
+"""Place of the engine -> options of serve."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ async def load(path: str, streams: int, tokens: int) -> Figures:
 
 
 def measure(way: str, args: argparse.Namespace) -> Figures:
-    """Start a server, load it, and stop it."""
+    """Start a server, load it, and stop it. way: a key of WAYS."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "socket")
         options = ["--uds", path, *WAYS[way], "--max-num-seqs", str(args.streams)]
@@ -128,7 +128,7 @@ def measure(way: str, args: argparse.Namespace) -> Figures:
 
 
 def main() -> None:
-    """Print the medians over the rounds, a line per way."""
+    """Print the medians over the rounds, a line for each place of the engine."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=100)

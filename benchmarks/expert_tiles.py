@@ -80,19 +80,19 @@ def lines(model: ModelShape, layout: str, tokens: int) -> Iterator[dict[str, obj
     up = weight(layout, count, inner * (1 + model.gated), model.hidden)
     down = weight(layout, count, model.hidden, inner)
     x = torch.randn(tokens, model.hidden, dtype=torch.bfloat16, device="cuda")
-    shares = [torch.rand(tokens, count, device="cuda").topk(top_k) for _ in range(CALLS)]
-    sent = [(chosen.int(), share.bfloat16()) for share, chosen in shares]
+    choices = [torch.rand(tokens, count, device="cuda").topk(top_k) for _ in range(CALLS)]
+    routed = [(ids.int(), weights.bfloat16()) for weights, ids in choices]
     unsorted = runs_unsorted(tokens, top_k, count, bool(layout))
     launch = launch_unsorted if unsorted else launch_sorted
     defaults = tiles_of(tokens * top_k, count, torch.bfloat16, unsorted)
-    expected = launch(x, up, down, *sent[0], None, None, defaults, model.gated)
+    expected = launch(x, up, down, *routed[0], None, None, defaults, model.gated)
     for name, tiles in candidates(defaults, bool(layout)):
 
-        def run(ids: Tensor, share: Tensor, tiles: Tiles = tiles) -> Tensor:
-            return launch(x, up, down, ids, share, None, None, tiles, model.gated)
+        def run(ids: Tensor, weights: Tensor, tiles: Tiles = tiles) -> Tensor:
+            return launch(x, up, down, ids, weights, None, None, tiles, model.gated)
 
-        same = bool((run(*sent[0]) == expected).all())
-        calls = [lambda pair=pair, run=run: run(*pair) for pair in sent]
+        same = bool((run(*routed[0]) == expected).all())
+        calls = [lambda pair=pair, run=run: run(*pair) for pair in routed]
         us = 1e6 * seconds_per_call(calls, "cuda", REPEATS, pick=min)
         tile = asdict(getattr(tiles, name)) if name else None
         yield dict(tokens=tokens, of=name, us=round(us, 2), same=same, tile=tile)

@@ -3,16 +3,16 @@
     python benchmarks/load.py [--requests 2000] [--seconds 0] [--streams 200] [--json] [-- OPTIONS]
 
 OPTIONS are those of serve. Starts `lockstep serve` with the bundled model and sends --streams
-concurrent requests for texts, chats, tools and grammars; some clients disconnect at any moment,
-some bodies are malformed or too large, some prompts are too long. Then it checks that:
+concurrent requests for texts, chats, tools and grammars. Some clients disconnect at any moment,
+some bodies are malformed or too large, and some prompts are too long. Then it checks that:
 
-- every request got its complete answer, or the expected error - rows, pages, tasks and sockets are
-back at their numbers before the load - memory of the server and of its engine's process is flat
-after the first fifth of the run - /health always answered within HEALTH_MS; a separate process
-requests it - with OVERHEAD_STREAMS streams, a request took at most OVERHEAD_MS longer than the
-engine needed for   it (p99), up to the last byte of its answer; the client that takes the time does
-not parse - the tokens of COMPARED answers equal those of LLM.generate, one request at a time, with
-drafts
+- every request got its complete answer, or the expected error
+- rows, pages, tasks and sockets are back at their numbers before the load
+- the memory of the server and of its engine's process is flat after the first fifth of the run
+- /health always answered within HEALTH_MS; a separate process requests it
+- with OVERHEAD_STREAMS streams, a request took at most OVERHEAD_MS (p99) longer than the engine
+  needed for it, up to the last byte of its answer; the client that is timed does not parse
+- the tokens of COMPARED answers equal those of LLM.generate, one request at a time, with drafts
 
 Exits with status 1 if a check fails.
 """
@@ -53,7 +53,7 @@ OVERHEAD_ROUNDS = 21
 OVERHEAD_TOKENS = (32, 97)
 """Range of answer lengths; different lengths spread the ends of requests."""
 GROWTH = 0.05
-"""Limit of memory growth from the end of the first fifth of a run to its end."""
+"""Limit, as a share, of memory growth from the end of the first fifth of a run to its end."""
 COMPARED = 100
 """Answers that are compared with LLM.generate."""
 RAMP_SECONDS = 5.0
@@ -133,7 +133,7 @@ LAST_BYTES = b"data: [DONE]\n\n\r\n0\r\n\r\n"
 class Ask:
     """Request with its expected outcome.
 
-    status: expected HTTP status.
+    kind: name of the kind of request, for the report. status: expected HTTP status.
     disconnect_after: events until the client disconnects; -1: within the body, None: never.
     claimed: Content-Length if it differs from the body's length.
     alone: returns the tokens that LLM.generate gives.
@@ -597,7 +597,7 @@ class ServerProcess:
                 raise RuntimeError(f"{error}: {self.log.read_text()}") from None
         self.engine = _engine_of(self.process.pid)
 
-    def left(self) -> Resources:
+    def resources(self) -> Resources:
         """Return the current resources of the server."""
         text = _get(self.path, "/metrics").decode()
         names = ("num_requests_running", "num_requests_waiting", "num_requests_swapped")
@@ -627,7 +627,7 @@ class ServerProcess:
         deadline = time.monotonic() + SETTLE_SECONDS
         while True:
             time.sleep(1.0)
-            now = self.left()
+            now = self.resources()
             if not leaks_of(before, now) or time.monotonic() > deadline:
                 return now
 
@@ -713,16 +713,16 @@ def run_load(
 def compare(outcomes: Sequence[Outcome], show: Callable[[int], None]) -> tuple[int, list[str]]:
     """Compare answers with LLM.generate; return their number and those that differ."""
     complete = [
-        one
-        for one in outcomes
-        if one.ask.alone and one.ask.disconnect_after is None and not one.fault
+        outcome
+        for outcome in outcomes
+        if outcome.ask.alone and outcome.ask.disconnect_after is None and not outcome.fault
     ]
     chosen = random.Random(0).sample(complete, min(COMPARED, len(complete)))
     llm = LLM(max_model_len=MODEL_LEN, max_num_seqs=1, speculative_config=DRAFTS)
     different = []
-    for done, one in enumerate(chosen):
-        if one.ask.alone(llm) != one.tokens:
-            different.append(f"{one.request_id} ({one.ask.kind})")
+    for done, outcome in enumerate(chosen):
+        if outcome.ask.alone(llm) != outcome.tokens:
+            different.append(f"{outcome.request_id} ({outcome.ask.kind})")
         show(done + 1)
     return len(chosen), different
 
@@ -780,7 +780,7 @@ def measure(args: argparse.Namespace, show: Callable[[str, int, int], None]) -> 
         try:
             show("beyond the engine", 0, 1)
             overheads = overhead(served)
-            before = served.settled(served.left())
+            before = served.settled(served.resources())
             used = cpu_seconds(served.process.pid)
             began = time.monotonic()
             with health_watched(served.path, health):
@@ -842,9 +842,8 @@ def main() -> None:
         if done % 100 == 0:
             print(f"{what}: {done} of {of}", file=sys.stderr)
 
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(1)
-    )  # so that the server ends with this script
+    # So that the server ends with this script.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     figures = measure(args, show)
     lines = judge(figures)
     if args.json:

@@ -50,7 +50,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def memory_mib(pid: int) -> float:
-    """Return the proportional set size of a process."""
+    """Return the proportional set size of a process in MiB."""
     size = re.search(r"^Pss:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.M)
     return int(size[1]) / 1024 if size else 0.0
 
@@ -92,7 +92,7 @@ async def load(server: "subprocess.Popen[bytes]", folder: Path) -> dict[str, flo
             await asyncio.sleep(0.2)
 
         async def cpu_of(bodies: list[dict[str, Any]]) -> float:
-            """Return the server's least CPU seconds of a round of requests that run at once."""
+            """Return the server's CPU seconds for these requests at once, the lowest of ROUNDS."""
             rounds = []
             for _ in range(ROUNDS):
                 before = cpu_seconds(server.pid)
@@ -115,8 +115,9 @@ async def load(server: "subprocess.Popen[bytes]", folder: Path) -> dict[str, flo
 
 
 async def cpu_ms(count: int, work: Callable[[], Awaitable[Any]]) -> float:
-    """Return the CPU milliseconds of this process for one of `count` parts of the work: the least
-    of rounds.
+    """Return the CPU ms of this process per item of a work of `count` items.
+
+    It is the lowest of ROUNDS rounds.
     """
     rounds = []
     for _ in range(ROUNDS):

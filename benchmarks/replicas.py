@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lockstep.step import PAGE_SIZE
+
 PROMPT_TOKENS_PER_SECOND = 8192 / 0.793
 """benchmarks/log/2026-11.md: 8,192 tokens of Qwen3.6-27B bf16 took 793 ms (751 ms since)."""
 STEP_SECONDS = ((1, 0.01370), (8, 0.01477), (64, 0.02065))
@@ -25,7 +27,10 @@ STEP_SECONDS = ((1, 0.01370), (8, 0.01477), (64, 0.02065))
 FORCED_SECONDS = 0.000310
 """benchmarks/results/forced.json: seconds of a forced token, one row."""
 CHUNK = 2048
+"""Prompt tokens of an iteration."""
 MAX_ROWS = 64
+ROW_SECONDS = 0.02
+"""Seconds that a decoding row counts in the load of a replica, about those of a step."""
 TICK = 0.05
 """Seconds between two looks at the replicas."""
 
@@ -64,7 +69,12 @@ class Chat:
 
 @dataclass(eq=False)
 class Turn:
-    """Request of one turn. forced: answer tokens that the client has from a lost replica."""
+    """Request of one turn; times in seconds of the simulation.
+
+    index: number of the turn in its chat. prompt, answer: their tokens. hit: prompt tokens that the
+    replica has cached. work: seconds of the prompt that are not computed yet. produced: answer
+    tokens so far. forced: answer tokens that the client has from a lost replica.
+    """
 
     chat: Chat
     index: int
@@ -95,15 +105,15 @@ class Replica:
 
     @property
     def load(self) -> float:
-        """Return the seconds of queued prompts, and a decode step per row."""
-        return sum(turn.work for turn in self.waiting) + 0.02 * len(self.rows)
+        """Return the seconds of queued prompts, and ROW_SECONDS for each row."""
+        return sum(turn.work for turn in self.waiting) + ROW_SECONDS * len(self.rows)
 
     def hit(self, turn: Turn) -> int:
         """Return the tokens of the longest prefix that a snapshot here resumes."""
         chat = turn.chat
         for index in range(turn.index - 1, -1, -1):
             if ("chat", chat.number, index) in self.snapshots:
-                return chat.prompt_ends[index] // 64 * 64
+                return chat.prompt_ends[index] // PAGE_SIZE * PAGE_SIZE
         known = ("system", chat.system, 0) in self.snapshots
         return self.workload.system_tokens if known else 0
 
@@ -125,8 +135,10 @@ class Replica:
             self.snapshots.popitem(last=False)
 
     def advance(self, now: float) -> list[Turn]:
-        """Compute until `now`; return the turns that ended, in iterations of one decode step and,
-        where prompts wait, one chunk of a prompt."""
+        """Compute until `now`, and return the turns that ended.
+
+        An iteration is a decode step of all rows and, where prompts wait, a chunk of the first one.
+        """
         ended: list[Turn] = []
         while self.clock < now and (self.waiting or self.rows):
             seconds = step_seconds(len(self.rows)) if self.rows else 0.0
@@ -163,21 +175,22 @@ def step_seconds(rows: int) -> float:
 
 
 Policy = Callable[[Sequence[Replica], Turn, int], int]
-"""Function that chooses a replica for a turn. The number counts the turns."""
+"""Function that returns the index of the replica for a turn. Its last argument numbers the turns.
+"""
 
 
 def round_robin(replicas: Sequence[Replica], turn: Turn, number: int) -> int:
-    """Return the replicas one after the other."""
+    """Choose the replicas one after the other."""
     return number % len(replicas)
 
 
 def least_load(replicas: Sequence[Replica], turn: Turn, number: int) -> int:
-    """Return the replica with the least work."""
+    """Choose the replica with the least work."""
     return min(range(len(replicas)), key=lambda i: (replicas[i].load, (i + number) % len(replicas)))
 
 
 def prefix_affinity(replicas: Sequence[Replica], turn: Turn, number: int) -> int:
-    """Return the replica where the first token comes soonest: by its queue and what it has cached.
+    """Choose the replica where the first token comes soonest, by its queue and its cached prefixes.
 
     Its queue is known from metrics, its cache from KV events.
     """
@@ -199,9 +212,12 @@ POLICIES: dict[str, Policy] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """Figures of a run. ttft: seconds to the first token, sorted. pauses: of streams whose replica
-    was lost, until their next token, sorted. redecoded: those pauses if each token of the answer
-    were decoded again."""
+    """Figures of a run.
+
+    hit_rate: share of prompt tokens that were cached. ttft: seconds to the first token, sorted.
+    pauses: seconds until the next token of streams whose replica was lost, sorted. redecoded: those
+    pauses if each token of the answer were decoded again.
+    """
 
     hit_rate: float
     ttft: list[float]
@@ -277,7 +293,7 @@ def simulate(
 
 
 def prompt_seconds(turn: Turn) -> float:
-    """Return the seconds of a turn's prompt, as far as it is not cached, alone."""
+    """Return the seconds of the uncached part of a turn's prompt, when it runs alone."""
     return (turn.prompt - turn.hit) / PROMPT_TOKENS_PER_SECOND
 
 

@@ -85,7 +85,7 @@ def main() -> None:
         for every in args.every:
             scheduler = scheduler_of(limits, size, every)
             prompts = trace(random.Random(0), args.texts, args.turns)
-            num_snapshots = sum(snapshots(scheduler, prompt) for prompt in prompts)
+            num_snapshots = sum(count_snapshots(scheduler, prompt) for prompt in prompts)
             cache = scheduler.cache
             line = {
                 "trace": trace.__name__,
@@ -156,7 +156,7 @@ def instructions(rng: random.Random, texts: int, turns: int) -> Iterator[list[in
         yield rng.choice(systems) + tokens(rng, DOCUMENT if rng.random() < LONG_SHARE else QUESTION)
 
 
-def snapshots(scheduler: Scheduler, prompt: list[int]) -> int:
+def count_snapshots(scheduler: Scheduler, prompt: list[int]) -> int:
     """Run a prompt with two output tokens; return the number of its snapshots."""
     num_snapshots = 0
     scheduler.add(Request("", prompt, SamplingParams(max_tokens=2, ignore_eos=True)))

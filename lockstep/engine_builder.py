@@ -2,7 +2,7 @@
 
 from lockstep.config import EngineConfig, Plan
 from lockstep.engine.engine import Engine
-from lockstep.progress import Progress
+from lockstep.progress import Progress, ignore_progress
 from lockstep.scheduling.draft_length import (
     DraftLengthPolicy,
     FixedDraftLength,
@@ -12,12 +12,8 @@ from lockstep.worker.executor import InProcessExecutor
 from lockstep.worker.hooks import NO_HOOKS, CheckHooks
 
 
-def _ignore_progress(what: str, done: int, of: int) -> None:
-    """Ignore progress."""
-
-
 def build_engine(
-    config: EngineConfig, progress: Progress = _ignore_progress, hooks: CheckHooks = NO_HOOKS
+    config: EngineConfig, progress: Progress = ignore_progress, hooks: CheckHooks = NO_HOOKS
 ) -> Engine:
     """Load a model and return its engine. Raises ConfigError, CheckpointError or CapacityError.
 

@@ -1,4 +1,4 @@
-"""Progress bar on a terminal."""
+"""Progress of long work: the callback that receives it, and a bar on a terminal."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,9 +17,13 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 Progress = Callable[[str, int, int], None]
-"""Callback with the name of the work, the amount done, and the total."""
+"""Callback with the name of the work, the amount done and the total, in bytes for BYTES."""
 BYTES = ("loading", "downloading")
 """Work whose progress is counted in bytes; other work is counted in items."""
+
+
+def ignore_progress(work: str, done: int, total: int) -> None:
+    """Ignore progress."""
 
 
 class _AmountColumn(ProgressColumn):
@@ -55,10 +59,10 @@ def progress_bar() -> Iterator[Progress]:
         doing = "starting"
         task = bar.add_task(doing, total=None)
 
-        def show(what: str, done: int, of: int) -> None:
+        def show(work: str, done: int, total: int) -> None:
             nonlocal doing
-            doing = what
-            bar.update(task, description=what, completed=done, total=of)
+            doing = work
+            bar.update(task, description=work, completed=done, total=total)
 
         try:
             yield show

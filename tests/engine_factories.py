@@ -15,6 +15,7 @@ from lockstep.engine.executor import PendingResults
 from lockstep.engine.stats import Stats
 from lockstep.errors import ConfigError, EngineDeadError
 from lockstep.kernels.compiler_signals import run_empty_pass
+from lockstep.progress import Progress
 from lockstep.scheduling.grammar import FillMasks
 from lockstep.scheduling.schedule import Schedule
 from lockstep.serve.engine_factory import engine_factory
@@ -22,7 +23,6 @@ from lockstep.serve.telemetry.logs import LogFormat
 from lockstep.text.settings import TextSettings
 
 PATIENCE = 90.0
-Progress = Callable[[str, int, int], None]
 EngineAndGrammars = tuple[Engine, Callable[[Any], Any]]
 
 

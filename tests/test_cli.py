@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -25,6 +26,7 @@ from lockstep.errors import ConfigError, RequestError
 from lockstep.example_prompts import CONVERSATIONS
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
+from lockstep.worker import explain
 from tests.tiny_model import DEEPSEEK, TWO_LAYERS, make_model
 
 ROOT = Path(__file__).parent.parent
@@ -218,7 +220,19 @@ def test_last_line_of_explain_for_an_absent_gpu(model: str) -> None:
     assert shown.stdout.splitlines()[-1].startswith("Add --gpu-memory-bytes")
 
 
-def test_explain_shows_the_ranks_of_an_absent_host(model: str) -> None:
+def test_explain_shows_the_ranks_of_an_absent_host(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    explain_anew = explain.explain_absent
+    explanations: dict[str, Any] = {}
+
+    def explain_once(config: EngineConfig, *gpu: Any) -> dict[str, Any]:
+        """Return an equal command's explanation, whose dry run takes a second."""
+        key = repr((config, gpu))
+        explanations[key] = explanations.get(key) or explain_anew(config, *gpu)
+        return explanations[key]
+
+    monkeypatch.setattr(explain, "explain_absent", explain_once)
     request = ("explain", "--arch", "sm_90", "--model", model, "-tp", "2")
     result = json.loads(run(*request, "--json").stdout)["ranks"]
     assert len(result["bytes"]) == 2

@@ -26,6 +26,12 @@ def llm() -> LLM:
     return make_engine("ngram", model=MODELS["qwen3"], steps_in_flight=2)
 
 
+@pytest.fixture(scope="module")
+def answers(llm: LLM) -> list[RequestOutput]:
+    """Return the generated answers to PROMPTS, which tests score."""
+    return llm.generate(PROMPTS, PARAMS)
+
+
 def scored_requests(
     outputs: list[RequestOutput], cut: int = LONG, **changes: Any
 ) -> tuple[list[list[int]], list[Any]]:
@@ -50,7 +56,9 @@ def expected_logprobs(output: RequestOutput, count: int, cut: int = LONG) -> lis
     return bits(output.prompt_logprobs) + bits(kept)
 
 
+# Every kind of layer: the engine of the other tests has attention only, and experts keep no state.
 @pytest.mark.covering(strength=1)
+@pytest.mark.default_cases("bundled", "nemotron_h", "deepseek_v3")
 @pytest.mark.parametrize("drafter", [None, "ngram"])
 @pytest.mark.parametrize("model", MODELS)
 def test_scored_tokens_have_the_bits_of_generation(model: str, drafter: str | None) -> None:
@@ -69,10 +77,11 @@ def test_scored_tokens_have_the_bits_of_generation(model: str, drafter: str | No
 
 
 @pytest.mark.parametrize("cut", [1, 65])
-def test_answer_goes_on_after_scored_tokens(llm: LLM, cut: int) -> None:
-    outputs = llm.generate(PROMPTS, PARAMS)
-    prompts, params = scored_requests(outputs, cut, max_tokens=LONG - cut, logprobs=3)
-    for output, before in zip(llm.generate(prompts, params), outputs, strict=True):
+def test_answer_goes_on_after_scored_tokens(
+    llm: LLM, answers: list[RequestOutput], cut: int
+) -> None:
+    prompts, params = scored_requests(answers, cut, max_tokens=LONG - cut, logprobs=3)
+    for output, before in zip(llm.generate(prompts, params), answers, strict=True):
         assert bits(output.prompt_logprobs) == expected_logprobs(before, 2, cut)
         rest = output.outputs[0]
         assert rest.token_ids == before.outputs[0].token_ids[cut:]
@@ -84,10 +93,11 @@ def test_answer_goes_on_after_scored_tokens(llm: LLM, cut: int) -> None:
     assert_idle(llm)
 
 
-def test_scores_do_not_change_while_steps_raise(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_do_not_change_while_steps_raise(
+    llm: LLM, answers: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps fail between the windows of scored tokens, and after them."""
-    outputs = llm.generate(PROMPTS, PARAMS)
-    prompts, params = scored_requests(outputs, 80, max_tokens=9, logprobs=1)
+    prompts, params = scored_requests(answers, 80, max_tokens=9, logprobs=1)
     expected = list(map(answer, llm.generate(prompts, params)))
     worker = worker_of(llm.engine)
     launch = worker.launch
@@ -104,7 +114,7 @@ def test_scores_do_not_change_while_steps_raise(llm: LLM, monkeypatch: pytest.Mo
     monkeypatch.setattr(worker, "launch", fail)
     scored = llm.generate(prompts, params)
     assert list(map(answer, scored)) == expected
-    for output, plain in zip(scored, outputs, strict=True):
+    for output, plain in zip(scored, answers, strict=True):
         assert bits(output.prompt_logprobs) == expected_logprobs(plain, 2, 80)
     assert llm.engine.drain_stats().resumed_total > before
     assert_idle(llm)
@@ -150,9 +160,10 @@ def test_wrong_values_are_refused(llm: LLM, changes: dict[str, Any], message: st
 
 
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
-def test_async_outputs_hide_scored_tokens(llm: LLM, kind: RequestOutputKind) -> None:
-    outputs = llm.generate(PROMPTS[:1], PARAMS)
-    prompts, params = scored_requests(outputs, 70, max_tokens=20, n=2, output_kind=kind)
+def test_async_outputs_hide_scored_tokens(
+    answers: list[RequestOutput], kind: RequestOutputKind
+) -> None:
+    prompts, params = scored_requests(answers[:1], 70, max_tokens=20, n=2, output_kind=kind)
 
     async def read() -> list[RequestOutput]:
         local = {"disable_frontend_multiprocessing": True}
@@ -163,13 +174,13 @@ def test_async_outputs_hide_scored_tokens(llm: LLM, kind: RequestOutputKind) -> 
     assert all(output.outputs for output in received)
     last = received[-1]
     assert last.finished and last.prompt_token_ids == prompts[0]
-    assert bits(last.prompt_logprobs) == expected_logprobs(outputs[0], 2, 70)
+    assert bits(last.prompt_logprobs) == expected_logprobs(answers[0], 2, 70)
     tokens: dict[int, list[int]] = {0: [], 1: []}
     for output in received:
         for one in output.outputs:
             new = one.token_ids
             tokens[one.index] = (tokens[one.index] if kind.name == "DELTA" else []) + new
-    assert tokens[0] == outputs[0].outputs[0].token_ids[70:]
+    assert tokens[0] == answers[0].outputs[0].token_ids[70:]
     assert len(tokens[1]) == 20
 
 

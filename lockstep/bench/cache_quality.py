@@ -5,7 +5,7 @@ rounded there at multiples of 64 tokens; for generated tokens it is rounded at m
 """
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import exp, isfinite
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 
 from lockstep.errors import ConfigError
 from lockstep.llm import LLM
+from lockstep.progress import Progress, ignore_progress
 from lockstep.sampling_params import SamplingParams
 from lockstep.settings import path_fault
 
@@ -188,7 +189,7 @@ def run_quality(
     text: str,
     tokens: int,
     window: int,
-    progress: Callable[[str, int, int], None] = lambda what, done, of: None,
+    progress: Progress = ignore_progress,
 ) -> list[Quality]:
     """Measure the caches in the model's dtype, then compare each other pair with them."""
     all_pairs = [CacheDtypes(), *(pair for pair in dict.fromkeys(pairs) if pair != CacheDtypes())]

@@ -5,7 +5,7 @@ prompts, but none of the measured ones.
 """
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from lockstep.config import EngineConfig
 from lockstep.engine_builder import build_engine
 from lockstep.example_prompts import short_prompts
 from lockstep.llm import LLM
+from lockstep.progress import Progress, ignore_progress
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.draft_length import FixedDraftLength
 from lockstep.worker.executor import worker_of
@@ -25,7 +26,6 @@ from lockstep.worker.hooks import CheckHooks
 
 NO_DRAFTS = "none"
 """Name of the run without drafts."""
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass
@@ -85,7 +85,7 @@ def compare_drafters(
     rows: int,
     params: SamplingParams,
     runs: int,
-    progress: Progress = lambda what, done, of: None,
+    progress: Progress = ignore_progress,
 ) -> list[DrafterLine]:
     """Return the figures without drafts, then those of each speculative_config.
 

@@ -85,7 +85,8 @@ def cpu_seconds(pid: int) -> float:
 def children_of(pid: int) -> list[int]:
     """Return the processes that a process has started and that run."""
     threads = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for one in threads for child in (one / "children").read_text().split()]
+    lists = [(thread / "children").read_text() for thread in threads]
+    return [int(child) for children in lists for child in children.split()]
 
 
 def start_server(

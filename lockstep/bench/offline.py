@@ -2,12 +2,13 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.llm import LLM
 from lockstep.outputs import RequestOutput
+from lockstep.progress import Progress, ignore_progress
 from lockstep.sampling_params import SamplingParams
 from lockstep.worker.executor import executor_of
 from lockstep.worker.rank_times import end_step_times, start_step_times
@@ -68,7 +69,7 @@ def measure(
     params: SamplingParams | Sequence[SamplingParams],
     warm_ups: int = WARM_UPS,
     runs: int = RUNS,
-    progress: Callable[[str, int, int], None] = lambda what, done, of: None,
+    progress: Progress = ignore_progress,
 ) -> tuple[Figures, list[RequestOutput]]:
     """Return the figures of `runs` runs after `warm_ups`, and the outputs of the last.
 

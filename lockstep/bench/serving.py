@@ -16,6 +16,7 @@ from typing import Any
 from lockstep.bench.http_client import Server, StreamRequest, StreamResult, send
 from lockstep.errors import ConfigError, choice_error, install_extra
 from lockstep.example_prompts import CONVERSATIONS
+from lockstep.progress import Progress, ignore_progress
 
 PERCENTILES = (50, 90, 99)
 FIRST_ID = 10
@@ -121,7 +122,7 @@ def run_loads(
     make_requests: Callable[[int], Sequence[StreamRequest]],
     loads: Sequence[Load],
     seed: int,
-    progress: Callable[[str, int, int], None] = lambda what, done, of: None,
+    progress: Progress = ignore_progress,
 ) -> list[ServingFigures]:
     """Run the loads one after the other, after one warm-up request.
 

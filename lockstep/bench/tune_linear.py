@@ -3,7 +3,7 @@
 Tiles affect only the speed, never the result, so a table can be tuned again on any machine.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,13 +12,14 @@ import torch
 from lockstep.errors import ConfigError
 from lockstep.kernels.bench_types import ModelShape
 from lockstep.kernels.linear import choose_split_k
+from lockstep.progress import Progress, ignore_progress
 
 
 def tune_linears(
     models: Sequence[ModelShape],
     dtype: torch.dtype,
     path: Path,
-    progress: Callable[[str, int, int], None] = lambda what, done, of: None,
+    progress: Progress = ignore_progress,
 ) -> dict[str, dict[int, float]]:
     """Time all tiles, and write the best to `path` over the entries of the committed table.
 

@@ -82,9 +82,7 @@ class CacheSeq:
 
 
 class PagedGroup:
-    """Pages of keys and values. A row writes only pages that it owns alone: cached pages are
-    full.
-    """
+    """Pages of keys and values. Cached pages are full, so a row writes only uncached pages."""
 
     def __init__(self, num_pages: int, page_size: int, host: HostPool) -> None:
         self.pool = Pool(num_pages, HostStore(host, PAGES))

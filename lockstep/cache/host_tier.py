@@ -1,4 +1,8 @@
-"""Host tier of the cache: evicted pages and snapshots in host memory."""
+"""Host tier of the cache: evicted pages and snapshots in host memory.
+
+Each Pool of the device (lockstep.cache.pool) passes what it evicts to its HostStore. All stores of
+a cache share the pages of one HostPool.
+"""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -122,10 +126,10 @@ class HostPool:
 
 @dataclass
 class HostStore:
-    """Host tier of one pool. name: of the pool. pages: host pages per unit.
+    """Host tier of one pool of the device.
 
-    fetches: copies back to the device of the current schedule. num_evicted, num_fetched: units that
-    were copied so far.
+    name: PAGES or SLOTS. pages: host pages per unit. fetches: copies back to the device of the
+    current schedule. num_evicted, num_fetched: units that were copied so far.
     """
 
     pool: HostPool

@@ -1,4 +1,8 @@
-"""Storage of attention layers: keys and values, or latents, in the KV cache format."""
+"""Storage of attention layers: keys and values, or latents, in the KV cache format.
+
+A mixer declares its parts with a function `..._spec`. The cache allocates each part as a tensor
+[P, page_size, *shape of a token], and a function `..._caches` wraps these tensors for the kernels.
+"""
 
 import torch
 from torch import Tensor
@@ -9,12 +13,13 @@ from lockstep.kernels.formats.kv import KVCache, KVFormat, KVQuantizer, Quantize
 SIDES = ("k", "v")
 LATENT = "latent"
 ROPE = "rope"
+"""Names of the parts that hold values. A quantized part has its scales in another part."""
 
 
 def kv_spec(kv_heads: int, dim: int, dtype: torch.dtype, format: KVFormat | None) -> Spec:
-    """Return the storage of one layer's keys and values: kv_heads x dim each, per token.
+    """Return the storage of one layer's keys and values, each [kv_heads, dim] per token.
 
-    format: None for values in `dtype`.
+    format: quantizers of both sides; None for values in `dtype`.
     """
     parts = [
         part
@@ -27,10 +32,10 @@ def kv_spec(kv_heads: int, dim: int, dtype: torch.dtype, format: KVFormat | None
 def latent_spec(dim: int, rope: int, dtype: torch.dtype, quantizer: KVQuantizer | None) -> Spec:
     """Return the storage of one layer's latents.
 
-    Per token: a latent of `dim` values, quantized or in `dtype` without a quantizer, and a rotated
-    key of `rope` values, always in `dtype`.
+    A token has a latent [dim], quantized or in `dtype` without a quantizer, and a rotated key
+    [rope], always in `dtype`.
     """
-    # The rotated key is short and sensitive to rounding: it is never quantized.
+    # The rotated key is short and sensitive to rounding, so it is never quantized.
     rotated = Part(ROPE, (rope,), dtype)
     return Spec(StorageKind.PAGED, (*_parts(LATENT, (), dim, dtype, quantizer), rotated))
 
@@ -56,13 +61,14 @@ def kv_tensors(cache: KVCache) -> list[Tensor]:
 
 
 def _quantizer(format: KVFormat | None, side: str) -> KVQuantizer | None:
+    """Return the quantizer of a side ("k" or "v"); None for an unquantized cache."""
     return None if format is None else getattr(format, side)
 
 
 def _parts(
     side: str, lead: tuple[int, ...], dim: int, dtype: torch.dtype, quantizer: KVQuantizer | None
 ) -> list[Part]:
-    """Return the parts of `dim` values for each of `lead` per token."""
+    """Return the parts of values [*lead, dim] per token: the values, and their scales if any."""
     if quantizer is None:
         return [Part(side, (*lead, dim), dtype)]
     parts = [Part(side, (*lead, quantizer.row_width(dim)), quantizer.dtype)]

@@ -1,7 +1,7 @@
 """Companions of the bundled model in a check: a tiny attention-only model and a tiny mixture.
 
-Their weights are random. So a check meets storage kinds, layers and formats that the bundled model
-lacks, and a step of them takes a sixth of its time.
+Their weights are random. They have storage kinds, layers and formats that the bundled model lacks.
+One of their steps takes a sixth of the time of a step of the bundled model.
 """
 
 import json
@@ -24,6 +24,7 @@ ATTENTION = "attention"
 MIXTURE = "mixture"
 """Companion with recurrent layers, attention, routed experts, a shared expert and MTP."""
 AS_SERVED = "as served"
+"""Name of the formats that the user's settings choose."""
 NUMERICS: dict[str, dict[str, str]] = {
     AS_SERVED: {},
     "bf16 logits": {"dtype": "bfloat16"},
@@ -34,7 +35,10 @@ NUMERICS: dict[str, dict[str, str]] = {
     "int8 weights": {"quantization": "int8"},
     "int4 weights": {"quantization": "int4"},
 }
-"""Settings of an engine's formats by name. Each has its own plain runs. Logits of 16 bits tie."""
+"""Name -> settings of an engine's formats. Each has its own plain runs.
+
+Logits of 16 bits are often equal, so they test the order of ties.
+"""
 UNSHARED = ("model", "hf_overrides", "load_format", "speculative_config")
 """Settings of the served model that its companions do not have."""
 _COMMON: dict[str, Any] = {
@@ -85,10 +89,9 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+"""Files of the bundled model that a companion shares."""
 COPIED_SETTINGS = ("vocab_size", "eos_token_id", "bos_token_id", "pad_token_id")
 """Settings of the bundled model's config.json that belong to its tokenizer."""
-
-
 FORMAT_SETTINGS = (
     "dtype",
     "quantization",

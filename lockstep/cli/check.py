@@ -15,13 +15,11 @@ from lockstep.cli.interrupt import INTERRUPTED, sigterm_interrupts
 from lockstep.cli.options import changed_settings, engine_options
 from lockstep.cli.show import note, print_json, warnings_once
 from lockstep.errors import ConfigError
-from lockstep.progress import progress_bar
+from lockstep.progress import Progress, progress_bar
 from lockstep.settings import check_writable, path_fault
 
 if TYPE_CHECKING:
     from lockstep.check.report.report import Report, Tally
-
-    Progress = Callable[[str, int, int], None]
 
 USER_SETTINGS = (
     "dtype",
@@ -244,7 +242,7 @@ def _run(
     size: str,
     settings: dict[str, Any],
     run_options: dict[str, Any],
-    on_progress: "Progress | None",
+    on_progress: Progress | None,
 ) -> "Report":
     """Replay a scenario or an audit, or run the sections of a check. Raises Interrupted."""
     from lockstep.check import (

@@ -94,6 +94,7 @@ def requested_pairs(settings: dict[str, Any]) -> "list[CacheDtypes]":
     ]
     pairs = [CacheDtypes(kv, state) for kv in lists[0] for state in lists[1]]
     for pair in pairs:
+        # The constructor checks the names; the config itself is not used.
         EngineConfig(kv_cache_dtype=pair.kv_cache_dtype,
                      mamba_ssm_cache_dtype=pair.mamba_ssm_cache_dtype)  # type: ignore[arg-type]  # fmt: skip
     return [_canonical(pair) for pair in pairs]

@@ -46,7 +46,9 @@ LOG_LINES = 4
 class Finding:
     """Fault of one backend of an op.
 
-    kind: one of KINDS. check, case: what ran. modes: kinds of launches in which it was found.
+    kind: one of KINDS. check, case: names of the check that ran and of its case. arch: name of the
+    device's architecture. modes: kinds of launches in which it was found. detail: numbers, an error
+    message, or the last output of a process that died.
     """
 
     op: str
@@ -67,7 +69,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a job. seconds: duration, the process's start included."""
+    """Result of a job.
+
+    checks: checks that ran. us: case -> microseconds of a call, for a timed job only. seconds:
+    duration, the start of the process included.
+    """
 
     job: Job
     findings: list[Finding]

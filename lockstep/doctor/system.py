@@ -1,6 +1,6 @@
 """Examination of the system: device, driver, memory, bandwidth, links, disk, port, versions, hub.
 
-Every line has a status and, unless all is well, a remedy.
+Every line has a status. Warnings and faults have a remedy, notes may have one.
 """
 
 import os

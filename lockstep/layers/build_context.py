@@ -84,6 +84,7 @@ class BuildContext:
     layer. probed: cuBLAS probes by N, K and dtype, shared by layers of one size. kernels: rules by
     which backends are chosen. needs: kernels of the layers. replacements: of sick backends.
     redefined: "op=backend" of backends with other bits than those that serve by default.
+    memory_budget: counts the bytes of weights before they are allocated.
     """
 
     device: str
@@ -315,8 +316,8 @@ class BuildContext:
             return draft_linear
         exact = self.op(op, n=n, k=k, quantized=quantized)
         self.choices[-1].size = f"{n}x{k}"
-        served = self.choices[-1].backend == "triton" and "cublas" in op.backends
-        if not served or not self.kernels.probes_cublas(op):
+        can_probe = self.choices[-1].backend == "triton" and "cublas" in op.backends
+        if not can_probe or not self.kernels.probes_cublas(op):
             return exact
         fast = op.backends["cublas"].run
         return self.probed.setdefault((n, k, self.dtype), Probed(exact, fast))

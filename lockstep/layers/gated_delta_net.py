@@ -1,4 +1,8 @@
-"""The Gated DeltaNet mixer (Yang et al., 2024), in the layout of Qwen3.5 checkpoints."""
+"""The Gated DeltaNet mixer, in the layout of Qwen3.5 checkpoints.
+
+Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024, arXiv 2412.06464. The ops of
+lockstep.kernels.gated_delta_rule have the formulas.
+"""
 
 from functools import partial
 
@@ -24,9 +28,11 @@ class GatedDeltaNet(nn.Module):
     """Gated DeltaNet mixer: x [T, H] -> [T, H].
 
     Args:
+        hidden: H.
         key_heads, key_dim: heads of q and k, and their width.
         value_heads, value_dim: heads of v, and their width.
         kernel: taps of the causal convolution.
+        eps: of the gated norm of each head's output.
         grouped: the checkpoint orders the projections' rows by key head, as Qwen3-Next does.
     """
 
@@ -106,6 +112,7 @@ class GatedDeltaNet(nn.Module):
         self.chunk_op = build.op(gated_delta_chunk, **traits)
 
     def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
+        # mixed [T, channels]: raw q, k and v; z [T, HV V]: output gate; b, a [T, HV]: gate inputs.
         mixed, z, b, a = self.in_proj(x, ctx).split(self.parts, dim=-1)
         weights = GatedDeltaWeights(
             self.conv.flatten(1), self.a_log, self.dt_bias, self.norm.weight, self.norm.eps

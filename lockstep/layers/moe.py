@@ -209,6 +209,8 @@ class MoE(nn.Module):
     dtypes are equal and one GEMM can serve both (lockstep.layers.linear.group_into_gemms).
 
     Args:
+        hidden: H.
+        inner: width between an expert's up and down projections.
         act: silu_mul for gated MLPs, or relu2.
         names: an expert's gate (if it has one), up and down projections in the checkpoint.
         shared_inner: width of the shared expert, 0 for none.
@@ -220,6 +222,8 @@ class MoE(nn.Module):
 
     Raises:
         CheckpointError: the experts are stored in different formats.
+        ConfigError: the shared expert's gate does not fit the routing, or FP8 activations were
+            chosen, which experts do not support.
     """
 
     def __init__(
@@ -396,6 +400,7 @@ def _common_layout(build: BuildContext, modules: list[CheckpointLinear]) -> Layo
 
     Raises:
         CheckpointError: an expert has another format, or one that cannot be fused.
+        ConfigError: FP8 activations were chosen, and the experts have e4m3 weights.
     """
     layouts = [build.layout(module) for module in modules]
     if layouts[0] is not None and layouts[0].fusion_key:

@@ -22,8 +22,9 @@ DTYPE_NAMES = ("dtype", "torch_dtype")
 class CachedCheckpoint:
     """Snapshot of a model in the hub cache.
 
-    name: argument for `lockstep serve`, a folder if the hub id means another snapshot. used: last
-    access in seconds since 1970. reason: why it cannot be served, None if it can.
+    name: argument for `lockstep serve`, a folder if the hub id means another snapshot. bytes: size
+    on disk. architecture, weights: see read_support. used: last access in seconds since 1970.
+    reason: why it cannot be served, None if it can.
     """
 
     name: str
@@ -90,10 +91,10 @@ def _described(repository: Any, revision: Any, file: str | None) -> CachedCheckp
 
 
 def read_support(path: Path) -> tuple[str, str, str | None]:
-    """Return architecture and weight format of a folder or a GGUF file, and why it cannot be served
-    or None.
+    """Return (architecture, weight format, why it cannot be served or None) of a model.
 
-    Only settings and names of files are read, and the metadata of GGUF files.
+    path: a folder or a GGUF file. Only settings and names of files are read, and the metadata of
+    GGUF files.
     """
     architecture = weights = ""
     try:

@@ -1,7 +1,7 @@
 """Run of a probe: its sections one after the other, within a budget."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -11,6 +11,7 @@ from lockstep.probe.http import Budget, BudgetSpentError, Server
 from lockstep.probe.report import Section, ServerReport
 from lockstep.probe.sections import SECTIONS, drift
 from lockstep.probe.session import Session
+from lockstep.progress import Progress, ignore_progress
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def probe_server(
     limits: Limits,
     names: Sequence[str],
     seed: int = 0,
-    progress: Callable[[str, int, int], None] = lambda what, done, of: None,
+    progress: Progress = ignore_progress,
 ) -> ServerReport:
     """Probe a server. Ctrl-C ends it early, with what is known until then.
 
@@ -70,7 +71,7 @@ def _run_sections(
     session: Session,
     report: ServerReport,
     names: Sequence[str],
-    progress: Callable[[str, int, int], None],
+    progress: Progress,
 ) -> None:
     budget = session.server.budget
     # Without the protocol section, the limit's name and the model are still learned.

@@ -122,7 +122,8 @@ def _q2_k(blocks: Tensor) -> BlockFields:
 
 def _q3_k(blocks: Tensor) -> BlockFields:
     (high, low, low_steps, high_steps, scale) = blocks.split([32, 64, 8, 4, 2], 1)
-    # A set bit of `high` means 4 less is subtracted: the code's third bit.
+    # ggml subtracts 4 from a code whose bit of `high` is clear. Here that bit is the code's third
+    # one, and 4 is subtracted from every code.
     steps = _bits(low_steps, 4, 8) | _bits(high_steps, 2, 4) << 4
     codes = _bits(low, 2, 32) | _bits(high, 1, 32) << 2
     return BlockFields(codes, _fp16(scale), steps.short() - 32)
@@ -187,6 +188,7 @@ _SPLITS: dict[str, tuple[int, int, int, Callable[[Tensor], BlockFields]]] = {
     "IQ4_XS": (23, 256, 136, _iq4_xs),
     "MXFP4": (39, 32, 17, _mxfp4),
 }
+"""Type -> (number in a file's tensor table, columns of a block, bytes of a block, split)."""
 LAYOUTS: dict[str, BlockLayout] = {
     kind: BlockLayout(*fields, GGUF_TYPES[kind]) for kind, fields in _SPLITS.items()
 }
@@ -202,7 +204,7 @@ PLAIN: dict[str, tuple[int, torch.dtype]] = {
 def bytes_per_row(kind: str, columns: int) -> int:
     """Return the bytes of a row of this many columns.
 
-    Raises CheckpointError for a type that is not built, and for columns that are no whole blocks.
+    Raises CheckpointError for an unsupported type, and for columns that are no whole blocks.
     """
     if kind in PLAIN:
         return columns * PLAIN[kind][1].itemsize
@@ -216,7 +218,7 @@ def bytes_per_row(kind: str, columns: int) -> int:
 
 
 def layout_of(kind: str) -> BlockLayout:
-    """Return the block layout of a quantized type. Raises CheckpointError where none is built."""
+    """Return the block layout of a quantized type. Raises CheckpointError where there is none."""
     if kind not in LAYOUTS:
         raise choice_error(
             CheckpointError,

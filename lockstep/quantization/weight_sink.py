@@ -49,8 +49,8 @@ class WeightSink:
 
         Args:
             transform: applied to the checkpoint's tensor before it is copied.
-            ranges: rows of the checkpoint's tensor of the target.
-            total_rows: rows of the checkpoint's tensor, if the target has a part of them.
+            ranges: rows of the checkpoint's tensor that the target has; empty for all of them.
+            total_rows: rows of the checkpoint's tensor, if the target has only some of them.
         """
         data = target.data
         rows = total_rows if ranges and total_rows is not None else data.shape[0]

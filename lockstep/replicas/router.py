@@ -16,8 +16,9 @@ short common system prompt must not gather all requests on one replica.
 """
 MAX_PAGES = 1 << 17
 """Maximum pages that are remembered per replica, about 20 MB; a larger cache counts as this."""
-SPARE_ROWS = 4
-"""Inverse share of its rows by which a full replica may exceed the one with the fewest requests."""
+SPARE_DIVISOR = 4
+"""Divisor of a replica's rows. The quotient and one more are the requests that a full replica may
+have more than the replica with the fewest requests."""
 
 
 @dataclass
@@ -175,7 +176,7 @@ def _cheapest(keys: Sequence[bytes], replicas: dict[str, ReplicaState]) -> str:
     fewest = min(len(state.tags) for state in ready.values())
 
     def is_open(state: ReplicaState) -> bool:
-        limit = max(state.num_rows, fewest + 1 + state.num_rows // SPARE_ROWS)
+        limit = max(state.num_rows, fewest + 1 + state.num_rows // SPARE_DIVISOR)
         return len(state.tags) < limit
 
     def cost(item: tuple[str, ReplicaState]) -> tuple[int, int, str]:

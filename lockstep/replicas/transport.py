@@ -215,7 +215,7 @@ class ReplicaTransport:
         self._fleet.restart()
 
     def replica_stats(self) -> dict[str, tuple[str, Stats]]:
-        """Return (numerics, counters without histogram lists) by the ids of present replicas."""
+        """Return (numerics, copy of the counters) of each present replica by its id."""
         with self._stats_lock:
             return {
                 replica_id: (member.numerics, replace(member.stats))

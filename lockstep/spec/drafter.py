@@ -1,4 +1,7 @@
-"""Interfaces of drafters: their context, and the modules that draft."""
+"""Context of a drafter, and the interface of its draft module.
+
+The interface of a drafter itself is lockstep.worker.program.Drafter.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -63,8 +66,10 @@ class DraftModule(Protocol):
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predicted texts of rows: tokens [R, P] int64, of which text_lens [R] int32 are valid; and the
-    rows' prompt_len [R], after which the answer begins.
+    """Predicted texts of rows.
+
+    texts [R, P] int64: predicted tokens. text_lens [R] int32: number of valid ones in each row.
+    prompt_len [R] int32: tokens of each row's prompt, after which the answer begins.
     """
 
     texts: Tensor

@@ -46,7 +46,8 @@ class SuffixDrafter:
     """Drafter that looks each row's suffix up in its own text and in a circular buffer of answers.
 
     texts [N] int64: answers, each followed by -1; the newest overwrites the oldest; -1 where
-    unused. oldest [1] int64: write position.
+    unused. next: index of the oldest token, which the next answer overwrites first.
+    oldest [1] int64: the same index on the device.
     """
 
     def __init__(self, context: DraftContext) -> None:

@@ -1,4 +1,8 @@
-"""Comparison of the row tables of all ranks, which compute the same tokens without sending them."""
+"""Row table audit: comparison of the row tables of all ranks.
+
+Ranks compute the same tokens and never send them, so nothing else would notice a difference. The
+audit of whole answers is another thing: see lockstep.engine.auditor.
+"""
 
 import torch
 from torch import Tensor

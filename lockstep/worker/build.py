@@ -1,7 +1,7 @@
 """Builders of a worker's parts: device, step limits, numerics, model and program."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -31,6 +31,7 @@ from lockstep.models.hub import folder_of
 from lockstep.models.loader import LoadResult, build_model, fill_dummy, load_weights
 from lockstep.models.lora_adapters import place_adapters, read_adapters
 from lockstep.models.rope import longest_sequence
+from lockstep.progress import Progress
 from lockstep.quantization import WeightFormat
 from lockstep.spec import drafter_module, prediction
 from lockstep.spec.drafter import DraftContext, NoDrafter
@@ -42,7 +43,6 @@ from lockstep.worker.row_table import RowTable
 from lockstep.worker.sampler import Sampler
 from lockstep.worker.synthetic_sampler import SyntheticSampler
 
-Progress = Callable[[str, int, int], None]
 GPU_ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Row counts that a GPU's steps are padded to: one graph for each, per number of drafts."""
 CPU_ROWS = 16

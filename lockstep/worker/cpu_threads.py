@@ -1,4 +1,4 @@
-"""Steps with little work on one CPU thread.
+"""Choice of the number of CPU threads of a step: one thread for small steps.
 
 torch divides an op among all its threads, which meet at its end. A step has tens of ops per layer,
 and waking a sleeping thread for each costs more than a small op itself (docs/decisions/0009).
@@ -14,16 +14,17 @@ from lockstep.layers.linear import Weight
 from lockstep.step import GRID, StepShape
 from lockstep.worker.program import Forwarded, Outcome, RunStep
 
-LITTLE = 5e8
-"""Operations per layer below which one thread is faster."""
+ONE_THREAD_FLOPS = 5e8
+"""Flops per layer and step below which one thread is faster than several."""
 
 
-def by_work(run_step: RunStep, model: nn.Module) -> RunStep:
+def with_step_threads(run_step: RunStep, model: nn.Module) -> RunStep:
     """Return run_step with small steps on one thread and others on torch's number of threads."""
-    per_token = layer_work(model)
+    token_flops = layer_flops(model)
 
     def threads_of(shape: StepShape) -> AbstractContextManager[None]:
-        return one_thread() if is_little(per_token, shape.tokens) else nullcontext()
+        is_small = prefers_one_thread(token_flops, shape.tokens)
+        return one_thread() if is_small else nullcontext()
 
     def forward(shape: StepShape) -> Forwarded:
         with threads_of(shape):
@@ -36,23 +37,21 @@ def by_work(run_step: RunStep, model: nn.Module) -> RunStep:
     return RunStep(forward, decide)
 
 
-def layer_work(model: nn.Module) -> int:
-    """Return the operations of one layer for one token: two per weight, mean over all layers.
-
-    Prepacked weights are no parameters.
-    """
+def layer_flops(model: nn.Module) -> int:
+    """Return the flops of one layer for one token: two per weight, mean over all layers."""
     blocks = model.get_submodule("blocks")
     weights = sum(parameter.numel() for parameter in blocks.parameters())
     for module in blocks.modules():
+        # Prepacked weights are no parameters.
         if isinstance(module, Weight) and module.weight is None and module.prepacked is not None:
             weights += prod(module.prepacked.shape)
     return 2 * weights // len(list(blocks.children()))
 
 
-def is_little(per_token: int, tokens: int) -> bool:
+def prefers_one_thread(token_flops: int, tokens: int) -> bool:
     """Return whether a step of `tokens` tokens is faster on one thread.
 
-    More than GRID tokens mean more ops, not larger ones: recurrent layers walk through them in
-    chunks, and attention and linears in tiles.
+    token_flops: see layer_flops. More than GRID tokens mean more ops, not larger ones: recurrent
+    layers walk through them in chunks, and attention and linears in tiles.
     """
-    return per_token * min(tokens, GRID) < LITTLE
+    return token_flops * min(tokens, GRID) < ONE_THREAD_FLOPS

@@ -9,11 +9,11 @@ from lockstep.config import EngineConfig, Plan
 from lockstep.kernels.exchange import exchange
 from lockstep.kernels.selection import Replacement
 from lockstep.models.loader import LoadResult
+from lockstep.progress import Progress
 from lockstep.scheduling.grammar import FillMasks, MaskQuery
 from lockstep.scheduling.schedule import Results, Schedule
 from lockstep.spec import passes_of
 from lockstep.worker.audit import compare_ranks
-from lockstep.worker.build import Progress
 from lockstep.worker.device_rates import Rates, rates_of
 from lockstep.worker.explain_ranks import explain_ranks
 from lockstep.worker.hooks import CheckHooks

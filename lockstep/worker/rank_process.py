@@ -21,6 +21,7 @@ from lockstep.errors import LockstepError
 from lockstep.kernels.compiler_signals import reclaim_signal_handlers
 from lockstep.kernels.exchange import RankGroup
 from lockstep.kernels.exchange.group import GlooGroup, NcclGroup
+from lockstep.progress import ignore_progress
 from lockstep.scheduling.grammar import MaskQuery
 from lockstep.scheduling.schedule import Schedule
 from lockstep.worker.agreement import identity_of
@@ -175,13 +176,14 @@ class RankLoop:
 
     def run(self, config: EngineConfig, hooks: CheckHooks, group: RankGroup) -> None:
         """Load the rank's part of the model and execute messages until Stop."""
-        startup = WorkerStartup(config, _ignore_progress, hooks, group)
+        # The first rank shows its progress, which is that of all ranks.
+        startup = WorkerStartup(config, ignore_progress, hooks, group)
         self.report(Loaded(startup.fit_memory()))
         plan = self.receive()
         if isinstance(plan, Stop):  # the first rank did not start
             return
         assert isinstance(plan, Plan)
-        worker, _ = startup.start(plan, _ignore_progress)
+        worker, _ = startup.start(plan, ignore_progress)
         self.report(Ready())
         while not isinstance(message := self.receive(), Stop):
             self._execute(worker, message)
@@ -225,10 +227,6 @@ def write_masks(queries: Sequence[MaskQuery], memory: memoryview, bitmasks: byte
         size = row * (len(query.drafts) + 1)
         flat[query.first * row : query.first * row + size] = bitmasks[begin : begin + size]
         begin += size
-
-
-def _ignore_progress(what: str, done: int, of: int) -> None:
-    """Ignore progress: the first rank's is shown."""
 
 
 class _Reporter:

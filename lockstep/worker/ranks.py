@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from lockstep.config import EngineConfig, Plan
 from lockstep.errors import ConfigError, LockstepError, RankError
 from lockstep.kernels.exchange import ALONE, RankGroup
+from lockstep.progress import Progress
 from lockstep.worker.agreement import check_identity, identity_of
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.local_ranks import LocalRanks
@@ -51,7 +52,6 @@ CAUSE_SECONDS = 5.0
 """Seconds that a failed exchange waits for the report of the rank that caused it."""
 
 OnFailure = Callable[[str], None]
-Progress = Callable[[str, int, int], None]
 
 
 class RankHost(Protocol):

@@ -16,12 +16,12 @@ from lockstep.layers.build_context import BuildContext
 from lockstep.layers.memory_budget import MemoryBudget
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.lora_adapters import adapter_table, read_adapters
+from lockstep.progress import Progress
 from lockstep.quantization import WeightFormat, read_weight_format
 from lockstep.scheduling.chunks import FORCED_WINDOWS
 from lockstep.step import StepShape
 from lockstep.worker import memory
 from lockstep.worker.build import (
-    Progress,
     build_models,
     build_program,
     check_served,

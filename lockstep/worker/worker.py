@@ -26,7 +26,7 @@ from lockstep.scheduling.schedule import (
 from lockstep.step import PAGE_SIZE, StepShape
 from lockstep.worker import memory, rows
 from lockstep.worker.capture import capture_pieces, capture_program
-from lockstep.worker.cpu_threads import by_work
+from lockstep.worker.cpu_threads import with_step_threads
 from lockstep.worker.grammar_masks import GrammarMasks
 from lockstep.worker.program import Outcome, Program, RunStep
 from lockstep.worker.sampler import logprobs
@@ -133,7 +133,7 @@ class Worker:
         self.grammar_masks = GrammarMasks(self.table, longest)
         self.uncaptured = RunStep(program.forward, program.decide)
         if plan.device == "cpu":
-            self.uncaptured = by_work(self.uncaptured, model)
+            self.uncaptured = with_step_threads(self.uncaptured, model)
         self.run_step = self.uncaptured
         memory.allocate(self.layers, plan.num_pages, plan.num_slots, plan.device)
         self.paged = memory.tensors(self.layers, StorageKind.PAGED)

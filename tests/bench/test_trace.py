@@ -81,14 +81,14 @@ def test_every_layer_is_named_and_time_counts_once(llm: LLM, tmp_path: Path) -> 
 
 def test_hooks_are_removed(llm: LLM, tmp_path: Path) -> None:
     expected = [o.outputs[0].token_ids for o in llm.generate(list(PROMPTS), PARAMS)]
-    runner = worker_of(llm.engine)
-    attributes = [set(vars(m)) for m in (runner.program.table, runner.program.sampler, runner)]
+    worker = worker_of(llm.engine)
+    attributes = [set(vars(m)) for m in (worker.program.table, worker.program.sampler, worker)]
     trace_steps(llm, PROMPTS, 0.0, tmp_path / "trace.json", steps=1)
     assert not llm.engine.has_work()
-    assert [set(vars(m)) for m in (runner.program.table, runner.program.sampler, runner)] == (
+    assert [set(vars(m)) for m in (worker.program.table, worker.program.sampler, worker)] == (
         attributes
     )
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in runner.model.modules())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in worker.model.modules())
     assert [o.outputs[0].token_ids for o in llm.generate(list(PROMPTS), PARAMS)] == expected
 
 

@@ -160,8 +160,8 @@ def test_reset_empties_host_memory() -> None:
 def test_entry_larger_than_host_memory_is_refused() -> None:
     pool = HostPool(3)
     assert pool.store((PAGES, b"a"), 4) == ()
-    index = pool.store((PAGES, b"a"), 3)
-    assert sorted(index) == [0, 1, 2]
+    host_pages = pool.store((PAGES, b"a"), 3)
+    assert sorted(host_pages) == [0, 1, 2]
     pool.pin((PAGES, b"a"))
     assert pool.store((PAGES, b"b"), 1) == ()
     pool.end_schedule()
@@ -170,21 +170,23 @@ def test_entry_larger_than_host_memory_is_refused() -> None:
 
 
 class HostModel:
-    """Reference of host memory as a dict: least recently used entries are evicted, except pinned
-    ones."""
+    """Reference of HostPool as a dict, least recently used entries first. Pinned entries stay.
+
+    entries: (pool, key) -> host pages.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.kept: OrderedDict[tuple[str, bytes], int] = OrderedDict()
-        self.held: set[tuple[str, bytes]] = set()
+        self.entries: OrderedDict[tuple[str, bytes], int] = OrderedDict()
+        self.pinned: set[tuple[str, bytes]] = set()
 
     def store(self, name: tuple[str, bytes], length: int) -> bool:
-        """Return True if there is space."""
-        if length > self.size - sum(self.kept[key] for key in self.held):
+        """Store an entry if there is space; return whether there was."""
+        if length > self.size - sum(self.entries[key] for key in self.pinned):
             return False
-        while sum(self.kept.values()) + length > self.size:
-            del self.kept[next(known for known in self.kept if known not in self.held)]
-        self.kept[name] = length
+        while sum(self.entries.values()) + length > self.size:
+            del self.entries[next(known for known in self.entries if known not in self.pinned)]
+        self.entries[name] = length
         return True
 
 
@@ -197,23 +199,23 @@ def test_random_walk_equals_the_reference_host_pool(seed: int) -> None:
     for _ in range(600):
         name = (rng.choice([PAGES, SLOTS]), bytes([rng.randrange(12)]))
         length = 1 if name[0] == PAGES else 3
-        what = rng.random()
-        if what < 0.6:
+        action = rng.random()
+        if action < 0.6:
             known = pool.touch(name)
-            assert known == (name in model.kept)
+            assert known == (name in model.entries)
             if known:
-                model.kept.move_to_end(name)
+                model.entries.move_to_end(name)
             else:
                 assert bool(pool.store(name, length)) == model.store(name, length)
-        elif what < 0.8 and name in model.kept:
+        elif action < 0.8 and name in model.entries:
             pool.pin(name)
-            model.kept.move_to_end(name)
-            model.held.add(name)
-        elif what < 0.9:
+            model.entries.move_to_end(name)
+            model.pinned.add(name)
+        elif action < 0.9:
             pool.end_schedule()
-            model.held.clear()
-        assert list(pool.entries) == list(model.kept)
-        assert pool.used == sum(model.kept.values())
+            model.pinned.clear()
+        assert list(pool.entries) == list(model.entries)
+        assert pool.used == sum(model.entries.values())
         pool.check()
     pool.drop_cached()
     assert pool.used == 0 and sorted(pool.free) == list(range(size))

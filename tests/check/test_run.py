@@ -17,7 +17,7 @@ from lockstep.errors import CapacityError, ConfigError
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the settings of a tiny model, whose judges and engines only record their names."""
+    """Return settings for a check whose kernels and logits are not judged."""
     monkeypatch.setattr("lockstep.check.run.run_kernels", lambda *rest: None)
     monkeypatch.setattr("lockstep.check.run.run_logits", lambda *rest: None)
     return {"load_format": "dummy", "device": "cpu"}

@@ -59,7 +59,7 @@ def counts(llm: LLM) -> Stats:
     return stats
 
 
-@pytest.mark.default_cases("mtp", "ngram, fp8 cache")
+@pytest.mark.default_cases("mtp")
 @pytest.mark.parametrize("name", ENGINES)
 def test_sound_engines_have_no_differences(name: str) -> None:
     drafter, settings = ENGINES[name]

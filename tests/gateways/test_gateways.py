@@ -190,13 +190,15 @@ def test_streams_are_passed_on_as_they_come(kind: str, servers: list[Server], fo
         for url in (servers[0].url, str(fleet.client.base_url)):
             times = []
             parts = []
+            began = time.monotonic()
             with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
                 for line in response.iter_lines():
                     if line.startswith("data: {"):
                         times.append(time.monotonic())
                         parts.append(json.loads(line[6:])["choices"][0]["text"])
             texts[url] = "".join(parts)
-            assert len(times) > 20 and times[0] < times[-1] - 0.5 * (times[-1] - times[0])
+            # A gateway that buffers a stream passes its first event on together with its last one.
+            assert len(times) > 20 and times[0] - began < 0.5 * (times[-1] - began)
     assert len(set(texts.values())) == 1
 
 

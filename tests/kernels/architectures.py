@@ -7,7 +7,8 @@ the sizes of Qwen3-8B, Qwen3.6-27B, Qwen3.6-35B-A3B and DeepSeek-V3, in bf16 and
     python -m tests.kernels.architectures [--quick] [sm_86 ...]
 
 Prints a line per launch: architecture, op, kernel, bytes of shared memory, bytes of stack per
-thread (its spills). --quick: each op once, on one architecture below Hopper and one above.
+thread (its spills). --quick: each op once, on one architecture below Hopper and one above, up to
+the bytes of shared memory, without machine code.
 """
 
 import re
@@ -50,7 +51,7 @@ from lockstep.kernels.mamba2.cases import mamba2_chunk_cases, mamba2_step_cases
 from lockstep.kernels.recurrent.cases import Dims
 from tests.kernels.compile_launches import COMPILED, argument_kinds, empty
 from tests.kernels.compile_quantized import source_of
-from tests.kernels.layouts import compile_checked
+from tests.kernels.layouts import compile_checked, stop_after
 
 QUICK = (86, 120)
 """The architectures with the least shared memory: one below Hopper and one above."""
@@ -281,6 +282,7 @@ def main(arguments: list[str]) -> None:
     names = [name for name in arguments if name != "--quick"]
     chosen = QUICK if quick else tuple(architecture.ARCHITECTURES)
     load()
+    knobs.runtime.add_stages_inspection_hook = stop_after("llir") if quick else None
     for number in chosen:
         if names and f"sm_{number}" not in names:
             continue
@@ -290,7 +292,8 @@ def main(arguments: list[str]) -> None:
             shared = recorded.metadata.shared
             label = f"sm_{number} {op} {kernel.__name__}"
             assert shared <= architecture.shared_memory_limit(number), (label, shared, options)
-            print(label, shared, stack_bytes(recorded.asm["cubin"]), flush=True)
+            stack = "" if quick else stack_bytes(recorded.asm["cubin"])
+            print(label, shared, stack, flush=True)
 
 
 if __name__ == "__main__":

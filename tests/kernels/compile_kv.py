@@ -32,6 +32,7 @@ from lockstep.kernels.formats.kv.cases import KERNEL_FORMATS, LATENT_QUANTIZERS
 from lockstep.kernels.latent_attention import triton as latent_attention
 from lockstep.kernels.latent_attention.cases import paged_latents
 from tests.kernels import compile_launches
+from tests.kernels.layouts import stop_after
 
 ROWS = (16, 64)
 DIMS = (64, 128, 256)
@@ -41,24 +42,6 @@ MACHINE_CODE_SHAPE = (128, 16)
 ROTATED = "turboquant_k8v4 64 64"
 """A call whose sums have a layout across warps that Triton 3.6 adds incorrectly
 (docs/decisions/0032-sums-across-warps.md)."""
-LAYOUTS = "layouts alone"
-"""Key of layout-only results in Triton's cache."""
-
-
-def stop_at_layouts(*args: Any) -> tuple[str, str] | None:
-    """Stop compilation after ttgir, which contains the layouts (Triton's hook into its stages)."""
-    if not args:
-        return LAYOUTS, LAYOUTS
-    stages = args[1]
-
-    def no_code(module: Any, metadata: dict[str, Any]) -> str:
-        metadata.update(name=LAYOUTS, shared=0)
-        return ""
-
-    del stages["llir"]
-    stages["ptx"] = no_code
-    stages["cubin"] = lambda module, metadata: b""
-    return None
 
 
 def widths(arch: int, call: Callable[[], object], full: bool) -> tuple[set[str], bool]:
@@ -74,7 +57,7 @@ def widths(arch: int, call: Callable[[], object], full: bool) -> tuple[set[str],
         kernels.compile_target = lambda device: CompileTarget(arch, inline_ptx=True)
     launches = compile_launches.Launches()
     compiled = triton.compile
-    knobs.runtime.add_stages_inspection_hook = None if full else stop_at_layouts
+    knobs.runtime.add_stages_inspection_hook = None if full else stop_after("ttgir")
 
     def keep(*args: Any, **kwargs: Any) -> Any:
         results.append(compiled(*args, **kwargs))

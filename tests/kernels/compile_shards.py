@@ -4,7 +4,8 @@ Every sum must have the bits of a single rank, so its layout must be that of a s
 
     python -m tests.kernels.compile_shards [--quick]
 
---quick: only two vocabularies, in bf16.
+--quick: only two vocabularies, in bf16, and only to the layouts. compile_launches compiles the
+kernels to machine code.
 """
 
 import re
@@ -14,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from lockstep.kernels.backends import load
 from lockstep.kernels.sampling import LogitShard, SamplingState, sample
 from lockstep.layers.sharding import Columns, Rank, count_columns
 from tests.kernels import compile_launches
+from tests.kernels.layouts import stop_after
 
 VOCABULARIES = ((248_320, 2), (32_768, 8), (50_257, 2), (50_260, 3))
 """Tokens of Qwen3.6, of a reduced draft head, and of rows that begin at no multiple of 16 bytes;
@@ -81,6 +84,7 @@ class Sums(compile_launches.Launches):
 def main(quick: bool) -> None:
     """Compile all kernels of a single rank and of shards; compare their sums."""
     load()
+    knobs.runtime.add_stages_inspection_hook = stop_after("ttgir") if quick else None
     launches = Sums()
     JITFunction.run = lambda kernel, *args, **kwargs: launches.compile(kernel, *args, **kwargs)
     for vocab, ranks in VOCABULARIES[::2] if quick else VOCABULARIES:

@@ -6,7 +6,8 @@ lanes of K must have the same layout in all.
 
     python -m tests.kernels.compiles [--quick]
 
---quick: only a layer with odd widths.
+--quick: only a layer with odd widths, and only to the layouts. compile_launches compiles each
+kernel to machine code once.
 """
 
 import re
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from triton import next_power_of_2
+from triton import knobs, next_power_of_2
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -24,7 +25,7 @@ from lockstep.kernels.gated_delta_rule.step_kernels import gated_norm_kernel, st
 from lockstep.kernels.recurrent import step
 from lockstep.kernels.recurrent.history import ROUNDING_INTERVAL
 from lockstep.kernels.recurrent.step_kernel import recurrent_step_kernel, save_tokens_kernel
-from tests.kernels.layouts import compile_checked
+from tests.kernels.layouts import compile_checked, stop_after
 
 ODD = dict(HK=1, HV=3, K=24, V=40)
 LAYERS = (dict(HK=2, HV=4, K=64, V=16), ODD, dict(HK=16, HV=48, K=128, V=128))
@@ -114,7 +115,8 @@ def lanes_of_sums(code: str) -> set[tuple[bool, int]]:
 
 
 def main(quick: bool) -> None:
-    """Compile all kernels down to machine code."""
+    """Compile all kernels, down to machine code unless quick."""
+    knobs.runtime.add_stages_inspection_hook = stop_after("ttgir") if quick else None
     result: dict[tuple[int, int, int], list[set[tuple[bool, int]]]] = {}
     for kernel, warps, constants in kernels(quick):
         name = kernel.__name__

@@ -1,7 +1,7 @@
-"""Run the quantizers' KVFragments on the CPU, which Gluon cannot: its language on torch's tensors,
-and the assembly by ptx.py.
+"""CPU stand-in for Gluon, which runs the quantizers' KVMmaFunctions on torch tensors.
 
-Layouts only say which values are adjacent in a thread.
+Gluon itself has no interpreter for them. tests/kernels/ptx.py runs their inline PTX. Of a layout
+only one fact is used: which values are adjacent in a thread.
 """
 
 import types
@@ -131,7 +131,7 @@ LANGUAGE = types.SimpleNamespace(
 
 @contextmanager
 def patch_gluon() -> Iterator[None]:
-    """Replace Gluon's language by torch in the quantizers' fragment modules."""
+    """Replace Gluon's language by torch in the modules of the quantizers' KVMmaFunctions."""
     with mock.patch("lockstep.kernels.device.mma_layouts.split_16bit", split_16bit):
         patches = []
         for name in MODULES:

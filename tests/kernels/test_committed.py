@@ -144,6 +144,7 @@ def assert_window_equals_tokens(
     assert_same_rows(form, backend, dims, rows, single)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kept", STATES, ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("backend", backends())
@@ -162,6 +163,7 @@ def test_window_equals_single_tokens(backend, form, kept):
         assert_window_equals_tokens(form, backend, dims, rows, length, [length] * len(lacking))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kept", STATES, ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("backend", backends(pytest.mark.slow))
@@ -180,6 +182,7 @@ def test_padding_disturbs_no_row(backend, form, kept):
         assert_window_equals_tokens(form, backend, dims, rows, 33, committed)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kept", STATES, ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("backend", backends(pytest.mark.slow))

@@ -102,7 +102,7 @@ def test_every_op_compiles_for_smallest_shared_memory(
     name: str, compile_module: Callable[..., list[str]]
 ) -> None:
     """Each op once for the two architectures with the least shared memory, below and above
-    Hopper."""
+    Hopper. The bytes are known before machine code."""
     lines = compile_module("architectures", "--quick", name)
     actual = {line.split()[1] for line in lines if line.startswith(name)}
     assert actual == {op.name for op in OPS}

@@ -88,6 +88,7 @@ def run_queries_in_chunks(backend, layer, cuts):
     return torch.cat(out), one
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_attention_prefill_verify_and_decode_agree(backend, layer):

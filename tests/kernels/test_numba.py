@@ -29,7 +29,7 @@ from lockstep.kernels.linear.tiled import TiledQuantizedWeight, TiledWeight
 from lockstep.kernels.norm import add_rms_norm, gated_group_norm, gated_rms_norm, rms_norm
 from lockstep.kernels.rotary import rope_and_cache
 from lockstep.kernels.sampling import cpu as sampling_cpu
-from lockstep.kernels.sampling.reference import _best, uniform
+from lockstep.kernels.sampling.reference import _best, sort_scores, uniform
 from lockstep.kernels.simd import compiler, functions, vectors
 from lockstep.kernels.step_metadata import advance_rows, prepare_step
 from tests.kernels.backends import same_bits
@@ -168,6 +168,22 @@ def test_largest_score_equals_torch(count: int) -> None:
     is_nan = expected_tops.isnan()
     assert is_nan.sum() == 8 and same_bits(tops, expected_tops)
     assert torch.equal(indices[~is_nan], expected_indices[~is_nan])
+
+
+@pytest.mark.parametrize("count", [1, 7, 4096])
+def test_sorted_scores_equal_torch(count: int) -> None:
+    """Ties, both zeros, infinities, subnormal numbers and NaN."""
+    scores = torch.randn(12, count).round(decimals=1)
+    scores[0] = -torch.inf
+    scores[1] = 0.0
+    scores[2, ::2] = -0.0
+    scores[3, :: max(1, count // 3)] = torch.inf
+    scores[4] *= 1e-40
+    scores[5] *= 1e38
+    for rows in (scores, scores[:1], scores.where(torch.rand(12, count) > 0.1, torch.nan)):
+        ordered, indices = sort_scores(rows)
+        actual_ordered, actual_indices = sampling_cpu._sort(rows)
+        assert torch.equal(actual_indices, indices) and same_bits(actual_ordered, ordered)
 
 
 def test_uniform_numbers_equal_torch() -> None:

@@ -12,18 +12,18 @@ HEADS = 4
 PLAIN = 128
 LATENT = 512
 VALUE = 128
-TURN = HadamardRotation(77, K_BLOCK)
+ROTATION = HadamardRotation(77, K_BLOCK)
 
 
 def absorbed_projections(
-    weight: Tensor, dtype: torch.dtype, turn: HadamardRotation | None
+    weight: Tensor, dtype: torch.dtype, rotation: HadamardRotation | None
 ) -> AbsorbedHeads:
     """Return the absorbed projections of a kv_b_proj, filled as by a checkpoint."""
     build = BuildContext("cpu", dtype, 1, 64)
-    maps = AbsorbedHeads(build, HEADS, PLAIN, LATENT, VALUE, turn)
-    (slot,) = maps.weights().values()
-    slot.fill(weight.to(dtype))
-    return maps
+    projections = AbsorbedHeads(build, HEADS, PLAIN, LATENT, VALUE, rotation)
+    (sink,) = projections.weights().values()
+    sink.fill(weight.to(dtype))
+    return projections
 
 
 def relative_error(result: Tensor, expected: Tensor) -> float:
@@ -32,28 +32,32 @@ def relative_error(result: Tensor, expected: Tensor) -> float:
 
 
 def test_rotated_projections_equal_unrotated_ones() -> None:
-    """Scores and head outputs are equal: in fp32 up to rounding; in bf16 as exact as with queries
-    rotated, and rounded once more, in every step."""
-    draw = torch.Generator().manual_seed(3)
-    weight = torch.randn(HEADS * (PLAIN + VALUE), LATENT, generator=draw) * LATENT**-0.5
-    q = torch.randn(64, HEADS, PLAIN, generator=draw)
-    latent = torch.randn(64, HEADS, LATENT, generator=draw)
+    """Scores and head outputs are equal up to rounding.
+
+    In bf16 the scores are as exact as those of queries that are rotated in every step, which rounds
+    them once more.
+    """
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(HEADS * (PLAIN + VALUE), LATENT, generator=generator) * LATENT**-0.5
+    q = torch.randn(64, HEADS, PLAIN, generator=generator)
+    latent = torch.randn(64, HEADS, LATENT, generator=generator)
     for dtype, maximum in ((torch.float32, 2e-6), (torch.bfloat16, 6e-3)):
-        mine = weight.to(dtype)
+        rounded = weight.to(dtype)
         query = q.to(dtype)
-        mixed = latent.to(dtype)
-        heads = mine.double().unflatten(0, (HEADS, -1))
+        keys_values = latent.to(dtype)
+        heads = rounded.double().unflatten(0, (HEADS, -1))
         keys = heads[:, :PLAIN]
         values = heads[:, PLAIN:]
-        scores = torch.einsum("thn,hnc,thc->th", query.double(), keys, mixed.double())
-        outputs = torch.einsum("hvc,thc->thv", values, mixed.double())
-        maps = absorbed_projections(weight, dtype, TURN)
-        turned = TURN.rotate(mixed)
-        actual = (maps.absorb(query).double() * turned.double()).sum(-1)
+        scores = torch.einsum("thn,hnc,thc->th", query.double(), keys, keys_values.double())
+        outputs = torch.einsum("hvc,thc->thv", values, keys_values.double())
+        projections = absorbed_projections(weight, dtype, ROTATION)
+        rotated = ROTATION.rotate(keys_values)
+        actual = (projections.absorb(query).double() * rotated.double()).sum(-1)
         assert relative_error(actual, scores) < maximum
-        after = TURN.rotate(absorbed_projections(weight, dtype, None).absorb(query)).to(dtype)
-        again = (after.double() * turned.double()).sum(-1)
+        unrotated = absorbed_projections(weight, dtype, None)
+        rotated_query = ROTATION.rotate(unrotated.absorb(query)).to(dtype)
+        late_scores = (rotated_query.double() * rotated.double()).sum(-1)
         assert dtype == torch.float32 or relative_error(actual, scores) < 1.1 * relative_error(
-            again, scores
+            late_scores, scores
         )
-        assert relative_error(maps.expand(turned.to(dtype)), outputs) < maximum
+        assert relative_error(projections.expand(rotated.to(dtype)), outputs) < maximum

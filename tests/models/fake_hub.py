@@ -3,15 +3,32 @@
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
+from huggingface_hub import file_download
+from huggingface_hub.utils import _http
 
 COMMIT = "a" * 40
 FILE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 MODEL = re.compile(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/?]+))?(?:/tree/([^/?]+))?")
+
+
+def retry_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the hub's client retry without a pause.
+
+    Only the client's modules get this clock: other threads of the process would spin without
+    `time.sleep`.
+    """
+    clock = SimpleNamespace(**vars(time) | {"sleep": lambda _: None})
+    for module in (file_download, _http):
+        monkeypatch.setattr(module, "time", clock)
 
 
 class FakeHub:

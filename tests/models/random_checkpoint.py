@@ -21,12 +21,12 @@ def build(folder: Path, **settings: Any) -> LLM:
 
 def weights_of(llm: LLM) -> dict[str, Tensor]:
     """Return the engine's weights as a checkpoint, by their published names."""
-    runner = worker_of(llm.engine)
+    worker = worker_of(llm.engine)
     result = {
         name if name == "lm_head.weight" else f"model.{name}": x
-        for name, x in runner.model.weights().items()  # type: ignore[operator]
+        for name, x in worker.model.weights().items()  # type: ignore[operator]
     }
-    draft = runner.program.drafter.context.module
+    draft = worker.program.drafter.context.module
     result.update({f"mtp.{name}": x for name, x in draft.weights().items()})
     return {name: x.detach().clone().contiguous() for name, x in result.items()}
 

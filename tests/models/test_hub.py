@@ -10,11 +10,12 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from huggingface_hub import constants, file_download
+from huggingface_hub import constants
 
 from lockstep.errors import ConfigError
 from lockstep.models import hub
 from lockstep.worker.build import find_model
+from tests.models.fake_hub import retry_at_once
 
 
 def hang(*_: Any, **__: Any) -> None:
@@ -100,7 +101,7 @@ def stalling(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
-    monkeypatch.setattr(file_download.time, "sleep", lambda _: None)
+    retry_at_once(monkeypatch)
     yield seen
     finished.set()
     server.shutdown()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants, file_download
+from huggingface_hub import constants
 from safetensors.torch import save
 from typer.testing import CliRunner, Result
 
@@ -21,7 +21,7 @@ from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.hub import fetch_gguf, folder_of
 from lockstep.models.pull import PullRequest
 from tests.models.dense import random_oracle
-from tests.models.fake_hub import COMMIT, FakeHub
+from tests.models.fake_hub import COMMIT, FakeHub, retry_at_once
 from tests.models.gguf_files import write_gguf
 from tests.models.test_mixtures import without_unknown_settings
 from tests.tiny_model import LLAMA
@@ -57,7 +57,7 @@ def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         monkeypatch.setattr(constants, "ENDPOINT", hub.address)
         template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(file_download.time, "sleep", lambda _: None)
+        retry_at_once(monkeypatch)
         yield hub
 
 

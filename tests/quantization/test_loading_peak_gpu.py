@@ -48,8 +48,8 @@ def save(folder: Path, tensors: dict[str, Tensor]) -> int:
         if sum(t.nbytes for t in files[-1].values()) + tensor.nbytes > FILE_BYTES:
             files.append({})
         files[-1][name] = tensor
-    for index, some in enumerate(files):
-        save_file(some, folder / f"model-{index}.safetensors")
+    for index, tensors_of_file in enumerate(files):
+        save_file(tensors_of_file, folder / f"model-{index}.safetensors")
     return max(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
@@ -69,7 +69,7 @@ def pick(name: str, n: int, k: int) -> Codes | None:
         (None, None, "int4"),
         (None, None, "fp8"),
     ],
-    ids=["gptq", "awq", "plain", "quantised to int4", "quantised to fp8"],
+    ids=["gptq", "awq", "plain", "quantized to int4", "quantized to fp8"],
 )
 def test_loading_peak_is_model_plus_one_file(
     tmp_path: Path,

@@ -85,14 +85,15 @@ def test_answers_equal_rounded_weights(dense_folder: Path, tmp_path: Path, metho
     name = {"fp8": "fp8-channel", "int8": "int8-channel", "int4": "int4-g128"}[method]
     assert llm.engine.plan.quantization == name
     assert f"/weights-float32+{name}/" in llm.engine.numerics
-    packed = {one["layer"] for one in llm.engine.explain()["layers"] if one["storage_format"]}
-    assert packed == {f"layers.{i}" for i in range(4)}
+    choices = llm.engine.explain()["layers"]
+    quantized = {choice["layer"] for choice in choices if choice["storage_format"]}
+    assert quantized == {f"layers.{i}" for i in range(4)}
 
 
 def test_dense_checkpoint_reports_no_quantization(dense_folder: Path) -> None:
     llm = build(dense_folder)
     assert "/weights-float32/" in llm.engine.numerics and llm.engine.plan.quantization is None
-    assert not any(one["storage_format"] for one in llm.engine.explain()["layers"])
+    assert not any(choice["storage_format"] for choice in llm.engine.explain()["layers"])
 
 
 @pytest.mark.default_cases("int4")
@@ -112,8 +113,8 @@ def test_unknown_online_quantization_is_refused(dense_folder: Path, method: str)
 
 def test_quantized_checkpoint_refuses_other_formats() -> None:
     settings = {"quant_method": "auto-round", "bits": 4, "group_size": 128}
-    for mine in ("auto-round", "auto_round", "intel/auto-round", None):
-        assert read_weight_format(settings, mine) is not None
+    for own in ("auto-round", "auto_round", "intel/auto-round", None):
+        assert read_weight_format(settings, own) is not None
     for other in ("int4", "fp8", "gptq", "int3"):
         with pytest.raises(ConfigError, match="quantized already, as auto-round") as caught:
             read_weight_format(settings, other)

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from transformers import AutoTokenizer
 
 from lockstep.probe.report import ServerReport
 from lockstep.probe.run import Limits, probe_server
@@ -84,6 +83,8 @@ def folder() -> Path:
     if not (path / "tokenizer.json").exists():
         file = smollm2.fetch()
         smollm2.reference(file).save_pretrained(path)
+        from transformers import AutoTokenizer  # its import takes a second of every collection
+
         AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(path)
     return path
 

@@ -30,13 +30,13 @@ HALF = "bfloat16"
 
 @pytest.fixture(scope="module")
 def half_answers(make: Callable[..., LLM]) -> list[Any]:
-    """Return the plain answers with such a state."""
+    """Return the plain answers with a 16-bit state."""
     return answers(make(mamba_ssm_cache_dtype=HALF))
 
 
 @pytest.fixture(scope="module")
 def known_half(half_answers: list[Any]) -> list[list[int]]:
-    """Return the prompts with these answers, for a scripted drafter."""
+    """Return each prompt followed by its plain answer, for a scripted drafter."""
     return [p + tokens for p, (tokens, _) in zip(PROMPTS, half_answers, strict=True)]
 
 
@@ -69,7 +69,7 @@ def test_chunks_drafts_and_preemption_keep_the_answer(
     assert llm.engine.stats.accepted_tokens_total > 20
     llm = make("mtp", 3, preempt_every=4, mamba_ssm_cache_dtype=HALF, max_num_batched_tokens=128)
     assert answers(llm) == half_answers
-    assert answers(llm) == half_answers, "with what is cached"
+    assert answers(llm) == half_answers, "with cached prefixes"
     assert llm.engine.refresh_stats().preemptions_total > 0
     assert llm.engine.scheduler.cache.hit_tokens > 0
 
@@ -80,18 +80,18 @@ def test_chunks_drafts_and_preemption_keep_the_answer(
 def test_answers_longer_than_the_token_ring_are_equal(
     make: Callable[..., LLM], k: int, changing: bool
 ) -> None:
-    """Only long answers let a state lack the maximum, 15 tokens and a window, so that the ring
-    wraps."""
+    """Only in long answers does a state lack the maximum, 15 tokens and a window, so that the
+    circular history buffer wraps."""
     prompts = PROMPTS[1:3]
-    lasting = replace(PARAMS, max_tokens=100)
-    due = answers(make(mamba_ssm_cache_dtype=HALF), prompts, lasting)
-    known = [p + tokens for p, (tokens, _) in zip(prompts, due, strict=True)]
+    long_params = replace(PARAMS, max_tokens=100)
+    expected = answers(make(mamba_ssm_cache_dtype=HALF), prompts, long_params)
+    known = [p + tokens for p, (tokens, _) in zip(prompts, expected, strict=True)]
     llm = make("ngram", k, changing, known=known, mamba_ssm_cache_dtype=HALF)
-    assert answers(llm, prompts, lasting) == due
+    assert answers(llm, prompts, long_params) == expected
 
 
 def test_numerics_slots_and_snapshots_of_the_state(make: Callable[..., LLM]) -> None:
-    """States have half the bytes; rings hold the tokens up to the next rounding position."""
+    """States have half the bytes. History buffers reach to the next rounding position."""
     full = make()
     half = make(mamba_ssm_cache_dtype=HALF)
     assert "/state-bfloat16/" in half.engine.numerics
@@ -104,9 +104,10 @@ def test_numerics_slots_and_snapshots_of_the_state(make: Callable[..., LLM]) -> 
         assert narrow.k.shape[1] == history.ROUNDING_INTERVAL + 1
         assert wide.k.shape[1] == 2
     states = 4 * sum(s.recurrent[0].numel() for s, _ in layers)
-    lines = sum(ring[0, 0].nbytes for state, _ in layers for ring in state.tensors()[2:])
+    histories = [buffer for state, _ in layers for buffer in state.tensors()[2:]]
+    token_bytes = sum(buffer[0, 0].nbytes for buffer in histories)
     saved = full.engine.plan.slot_bytes - half.engine.plan.slot_bytes
-    assert saved == states // 2 - (history.ROUNDING_INTERVAL - 1) * lines
+    assert saved == states // 2 - (history.ROUNDING_INTERVAL - 1) * token_bytes
 
 
 def _mixers(llm: LLM) -> list[Any]:

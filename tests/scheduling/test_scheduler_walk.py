@@ -17,10 +17,12 @@ from lockstep.scheduling.scheduler import Scheduler
 PAGE = 4
 EOS = 7
 JUNK = -1
+"""Content of memory that nothing valid was written to."""
 ADAPTERS = {"tuned": "0a" * 16}
 
 
 def fold(state: int, token: int) -> int:
+    """Return the recurrent state after a token: a hash of all tokens so far."""
     return (state * 1_000_003 + token + 1) % (2**61 - 1)
 
 
@@ -37,6 +39,8 @@ class Truth:
 
 
 class Row:
+    """Row of the device's row table. computed: tokens whose keys and state are stored."""
+
     def __init__(self, request: Request, pages: list[int], slot: int, computed: int) -> None:
         self.request = request
         self.pages = pages
@@ -45,7 +49,12 @@ class Row:
 
 
 class Device:
-    """Executes schedules in order. Every read must find the row's own tokens and state."""
+    """Simulated device that executes schedules in order.
+
+    Every read must find the row's own tokens and state. kv: tokens of each page. state: recurrent
+    state of each slot. saved: preempted rows by request id: (request, computed, pages, state).
+    host: host page -> (part, content) of an entry. truth: expected tokens of each request.
+    """
 
     def __init__(self, pages: int, slots: int, query_len: int, rng: random.Random) -> None:
         self.kv = [[JUNK] * PAGE for _ in range(pages)]
@@ -66,13 +75,14 @@ class Device:
             for part, page in enumerate(move.host_pages):
                 self.host[page] = (part, kept)
 
-    def fetch(self, index: tuple[int, ...]) -> object:
+    def fetch(self, host_pages: tuple[int, ...]) -> object:
         """Return the content of an entry; all parts must belong together."""
-        results = [self.host[page] for page in index]
-        assert results == [(part, results[0][1]) for part in range(len(index))]
+        results = [self.host[page] for page in host_pages]
+        assert results == [(part, results[0][1]) for part in range(len(host_pages))]
         return results[0][1]
 
     def launch(self, plan: Schedule) -> Results:
+        """Execute a schedule, field by field in the order of a worker."""
         for request_id in plan.dropped:
             del self.saved[request_id]
         self.evict(plan.evicted.get(PAGES, ()), lambda page: self.kv[page][:])
@@ -175,6 +185,7 @@ class Device:
 
 
 def expected(request: Request, truth: Truth) -> list[int]:
+    """Return the whole answer of a request."""
     out = []
     for token in truth.tokens[len(request.prompt_token_ids) :]:
         out.append(token)

@@ -30,16 +30,17 @@ def make_block_model(
 ) -> Tensors:
     """Write a draft model for a target of width `hidden`; return its tensors by name.
 
-    taps: target_layer_ids; inner: block_size is inside dflash_config; changes: of its config.
+    aux_layers: target_layer_ids. inner: whether block_size is inside of dflash_config. changes:
+    settings of config.json that differ.
     """
     folder.mkdir(exist_ok=True)
-    mine = {"mask_token_id": MASK, "target_layer_ids": aux_layers}
+    settings = {"mask_token_id": MASK, "target_layer_ids": aux_layers}
     sizes = {"block_size": BLOCK}
     config = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "attention_bias": False,
-        "dflash_config": mine | sizes if inner else mine,
+        "dflash_config": settings | sizes if inner else settings,
         "head_dim": DIM,
         "hidden_act": "silu",
         "hidden_size": hidden,
@@ -64,9 +65,9 @@ def make_block_model(
 
 def random_model(hidden: int, aux_layers: int, dim: int) -> Tensors:
     """Return random tensors with the names of the authors' files."""
-    drawn = RandomTensors()
-    matrix = drawn.matrix
-    norm = drawn.norm
+    random_tensors = RandomTensors()
+    matrix = random_tensors.matrix
+    norm = random_tensors.norm
     tensors = {
         "fc.weight": matrix(hidden, aux_layers * hidden),
         "hidden_norm.weight": norm(hidden),
@@ -99,7 +100,8 @@ def drafts_of(
 ) -> list[int]:
     """Return `count` greedy drafts after the token `last`.
 
-    residuals: the target's at each tap, [N, H], of all tokens before it.
+    residuals: auxiliary hidden states of the target [N, H], one per layer, of all tokens before
+    `last`.
     """
     block = torch.tensor([[last] + [MASK] * count])
     starts = torch.tensor([len(residuals[0])])
@@ -111,24 +113,24 @@ def drafts_of(
 def logits_of(
     model: Tensors, embedding: Tensor, head: Tensor, joined: Tensor, blocks: Tensor, starts: Tensor
 ) -> Tensor:
-    """Return the logits [A, B - 1, V] of all tokens but the first of independent blocks [A, B] that
-    begin at positions starts [A].
+    """Return the logits [A, B - 1, V] of all tokens but the first of independent blocks [A, B].
 
-    joined [N, taps H]: the target's residuals.
+    joined [N, layers * H]: the target's auxiliary hidden states. starts [A]: position of each
+    block's first token.
     """
     count, width = blocks.shape
-    seen = rms(F.linear(joined, model["fc.weight"]), model["hidden_norm.weight"])
+    context = rms(F.linear(joined, model["fc.weight"]), model["hidden_norm.weight"])
     x = embedding[blocks.flatten()]
     positions = torch.cat(
-        [torch.arange(len(seen)), (starts[:, None] + torch.arange(width)).flatten()]
+        [torch.arange(len(context)), (starts[:, None] + torch.arange(width)).flatten()]
     )
-    before = torch.arange(len(seen)) < starts.repeat_interleave(width)[:, None]
+    before = torch.arange(len(context)) < starts.repeat_interleave(width)[:, None]
     same_block = torch.block_diag(*[torch.ones(width, width)] * count).bool()
     mask = torch.cat([before, same_block], 1)
     for index in range(LAYERS):
         prefix = f"layers.{index}."
         part = {n.removeprefix(prefix): t for n, t in model.items() if n.startswith(prefix)}
-        x = x + attention(part, rms(x, part["input_layernorm.weight"]), seen, positions, mask)
+        x = x + attention(part, rms(x, part["input_layernorm.weight"]), context, positions, mask)
         y = rms(x, part["post_attention_layernorm.weight"])
         gate = F.silu(F.linear(y, part["mlp.gate_proj.weight"]))
         up = F.linear(y, part["mlp.up_proj.weight"])
@@ -137,18 +139,17 @@ def logits_of(
     return logits.unflatten(0, (count, width))[:, 1:]
 
 
-def attention(part: Tensors, x: Tensor, seen: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-    """Return attention of x [A B, H] over the context seen [N, H] and itself, under mask [A B, N +
-    A B].
+def attention(part: Tensors, x: Tensor, context: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    """Return attention of x [A * B, H] over the context [N, H] and itself.
 
-    positions [N + A B]: of all keys.
+    positions [N + A * B]: of all keys. mask [A * B, N + A * B]: keys that each query reads.
     """
-    both = torch.cat([seen, x])
+    both = torch.cat([context, x])
 
     def heads(name: str, y: Tensor) -> Tensor:
         return F.linear(y, part[f"self_attn.{name}_proj.weight"]).unflatten(-1, (-1, DIM))
 
-    q = rotated(rms(heads("q", x), part["self_attn.q_norm.weight"]), positions[len(seen) :])
+    q = rotated(rms(heads("q", x), part["self_attn.q_norm.weight"]), positions[len(context) :])
     k = rotated(rms(heads("k", both), part["self_attn.k_norm.weight"]), positions)
     v = heads("v", both)
     q, k, v = (y.transpose(0, 1) for y in (q, k, v))

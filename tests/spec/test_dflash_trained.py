@@ -33,8 +33,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokeniz
 
 
 class ResidualRecorder:
-    """Drafter that records the residuals of the last prompt at all taps, [T, taps H], and drafts
-    nothing."""
+    """Drafter that records the auxiliary hidden states of the last prompt and drafts nothing.
+
+    joined [T, layers * H]: those of all layers, side by side.
+    """
 
     joined: Tensor
 
@@ -64,38 +66,41 @@ def make_engine(folder: Path | None, hooks: CheckHooks | None = None) -> LLM:
 
 def make_conversations() -> list[list[dict[str, str]]]:
     """Return number sequences to continue."""
-    draw = random.Random(0)
+    rng = random.Random(0)
     results = []
     for _ in range(ANSWERS + HELD_OUT):
-        first = draw.randrange(1, 40)
-        by = draw.randrange(1, 9)
-        numbers = ", ".join(str(first + i * by) for i in range(10))
+        first = rng.randrange(1, 40)
+        increment = rng.randrange(1, 9)
+        numbers = ", ".join(str(first + i * increment) for i in range(10))
         text = f"Continue the sequence with twenty more numbers: {numbers}"
         results.append([{"role": "user", "content": text}])
     return results
 
 
 def train(model: Tensors, examples: list[tuple[Tensor, int, Tensor]], target: Any) -> None:
-    """Train on masked tokens of blocks at random positions of answers, all tokens of a block at
-    once."""
-    draw = random.Random(1)
+    """Train the model in place on blocks at random positions of answers, whose tokens but the first
+    are masked.
+
+    examples: (tokens, index of the answer's first one, auxiliary hidden states) of each answer.
+    """
+    rng = random.Random(1)
     embedding = target.embed.weight.detach().clone()
     head = target.head.weight.detach().clone()
     weights = [tensor.mul_(0.6 if tensor.dim() > 1 else 1.0) for tensor in model.values()]
     for weight in weights:
         weight.requires_grad_(True)
-    optimiser = torch.optim.AdamW(weights, lr=2e-3)
+    optimizer = torch.optim.AdamW(weights, lr=2e-3)
     for _ in range(STEPS):
-        tokens, begin, joined = draw.choice(examples)
-        starts = torch.tensor([draw.randrange(begin, len(tokens) - WIDTH) for _ in range(BLOCKS)])
+        tokens, begin, joined = rng.choice(examples)
+        starts = torch.tensor([rng.randrange(begin, len(tokens) - WIDTH) for _ in range(BLOCKS)])
         expected = tokens[starts[:, None] + torch.arange(WIDTH)]
         blocks = torch.where(torch.arange(WIDTH) == 0, expected, MASK)
         logits = logits_of(model, embedding, head, joined, blocks, starts)
         loss = F.cross_entropy(logits.flatten(0, 1), expected[:, 1:].flatten())
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        optimiser.step()
+        optimizer.step()
 
 
 def test_trained_layers_draft_accepted_tokens(tmp_path: Path) -> None:
@@ -104,19 +109,19 @@ def test_trained_layers_draft_accepted_tokens(tmp_path: Path) -> None:
     plain = make_engine(None).chat(conversations, GREEDY)
     expected = [out.outputs[0].token_ids for out in plain]
     model = make_block_model(tmp_path, 4096, 256, AUX_LAYERS)
-    catching = make_engine(tmp_path, CheckHooks(drafter=ResidualRecorder))
-    catcher: Any = worker_of(catching.engine).program.drafter
+    recording = make_engine(tmp_path, CheckHooks(drafter=ResidualRecorder))
+    recorder: Any = worker_of(recording.engine).program.drafter
     one = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
     examples = []
     for out in plain[:ANSWERS]:
         text = [*out.prompt_token_ids, *out.outputs[0].token_ids]
-        catching.generate({"prompt_token_ids": text}, one)
+        recording.generate({"prompt_token_ids": text}, one)
         begin = len(out.prompt_token_ids)
-        examples.append((torch.tensor(text), begin, catcher.joined.clone()))
+        examples.append((torch.tensor(text), begin, recorder.joined.clone()))
     accepted = []
     for trained in (False, True):
         if trained:
-            train(model, examples, worker_of(catching.engine).model)
+            train(model, examples, worker_of(recording.engine).model)
             saved = {name: tensor.detach() for name, tensor in model.items()}
             save_file(saved, tmp_path / "model.safetensors")
         outs = make_engine(tmp_path).chat(conversations[ANSWERS:], GREEDY)

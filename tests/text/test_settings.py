@@ -57,7 +57,8 @@ def test_parsers_by_name(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def test_sampling_defaults(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """auto: the checkpoint's (0.5 in generation_config.json); the user's override them."""
+    """By default they are those of the checkpoint's generation_config.json, here 0.5. Those of the
+    user override them."""
     assert processor(folder, tokenizer).default_params().temperature == 0.5
     none = processor(folder, tokenizer, generation_config="vllm")
     assert none.defaults == {} and none.default_params().temperature == 1.0

@@ -1,4 +1,4 @@
-"""CPU threads of a step: one for little work, and no bit depends on their number."""
+"""CPU threads of a step: one for small steps, and no bit depends on their number."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -38,22 +38,22 @@ def three_threads() -> Any:
     torch.set_num_threads(before)
 
 
-def test_layer_work_counts_layer_parameters() -> None:
-    assert cpu_threads.layer_work(Blocks(100, 300)) == 400
+def test_layer_flops_counts_layer_parameters() -> None:
+    assert cpu_threads.layer_flops(Blocks(100, 300)) == 400
 
 
-def test_layer_work_counts_prepacked_weights() -> None:
+def test_layer_flops_counts_prepacked_weights() -> None:
     """The linear layers of a loaded model have no plain weight any more."""
     model = worker_of(make_engine(None).engine).model
     weights = [module for module in model.blocks.modules() if isinstance(module, Weight)]
     prepacked = [module for module in weights if module.prepacked is not None]
     assert prepacked and all(module.weight is None for module in prepacked)
     elements = sum(rows * columns for rows, columns in (module.shape for module in prepacked))
-    assert cpu_threads.layer_work(model) >= 2 * elements // len(model.blocks)
+    assert cpu_threads.layer_flops(model) >= 2 * elements // len(model.blocks)
 
 
 @pytest.mark.parametrize(
-    ("per_token", "tokens", "little"),
+    ("token_flops", "tokens", "expected"),
     [
         (1_500_000, 1, True),
         (1_500_000, 4096, True),
@@ -65,12 +65,12 @@ def test_layer_work_counts_prepacked_weights() -> None:
         (7_812_500, 64, False),
     ],
 )
-def test_is_little(per_token: int, tokens: int, little: bool) -> None:
-    assert cpu_threads.is_little(per_token, tokens) == little
+def test_small_steps_prefer_one_thread(token_flops: int, tokens: int, expected: bool) -> None:
+    assert cpu_threads.prefers_one_thread(token_flops, tokens) == expected
 
 
 def test_step_threads_depend_on_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_threads, "LITTLE", 1000)
+    monkeypatch.setattr(cpu_threads, "ONE_THREAD_FLOPS", 1000)
     seen = []
 
     def forward(shape: StepShape) -> Any:
@@ -82,7 +82,7 @@ def test_step_threads_depend_on_work(monkeypatch: pytest.MonkeyPatch) -> None:
         if forwarded.step.shape.prompt:
             raise RuntimeError("a step that fails")
 
-    run = cpu_threads.by_work(RunStep(forward, decide), Blocks(100, 300))
+    run = cpu_threads.with_step_threads(RunStep(forward, decide), Blocks(100, 300))
     run(StepShape.uniform(2, 1))
     run(StepShape.uniform(3, 1))
     assert seen == [1, 1, 3, 3]
@@ -92,7 +92,7 @@ def test_step_threads_depend_on_work(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.get_num_threads() == 3
 
 
-def test_every_engine_step_sets_threads_by_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_engine_step_chooses_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """In warm-up, prompts and decoding; between steps the program's number is restored."""
     llm = make_engine("mtp")
     short = replace(GREEDY, max_tokens=4)
@@ -107,7 +107,7 @@ def test_every_engine_step_sets_threads_by_work(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(program.sampler, "sample_target", watched)
     llm.generate(PROMPTS, short)
     assert set(seen) == {1} and torch.get_num_threads() == 3
-    monkeypatch.setattr(cpu_threads, "LITTLE", 0)
+    monkeypatch.setattr(cpu_threads, "ONE_THREAD_FLOPS", 0)
     seen.clear()
     llm.generate(PROMPTS, short)
     assert set(seen) == {3}
@@ -118,16 +118,17 @@ def test_every_engine_step_sets_threads_by_work(monkeypatch: pytest.MonkeyPatch)
 def test_thread_count_changes_no_answer(
     drafter: str | None, uneven: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compares answers and log-probabilities, of prompts too, with each number of threads in its
-    own engine, which is warmed up with it. uneven: products whose 40 columns are not divided
-    evenly."""
+    """Compare answers and log-probabilities, of prompts too, of an engine per number of threads.
+
+    uneven: products whose 40 columns are not divided evenly.
+    """
     settings: dict[str, Any] = {}
     if uneven:
         folder = make_model(tmp_path / "model", intermediate_size=20)
         settings = {"model": str(folder), "load_format": "dummy"}
 
-    def answers(little: float) -> list[Any]:
-        monkeypatch.setattr(cpu_threads, "LITTLE", little)
+    def answers(threshold: float) -> list[Any]:
+        monkeypatch.setattr(cpu_threads, "ONE_THREAD_FLOPS", threshold)
         llm = make_engine(drafter, **settings)
         prompts = [*PROMPTS, {"prompt_token_ids": LONG}]
         received = []

@@ -10,7 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks.memory_plans import table
 from lockstep.config import EngineConfig
+from lockstep.worker import explain
 from lockstep.worker.explain import explain_absent
+from lockstep.worker.memory_estimate import DryEngine
 from tests.tiny_model import make_model
 
 ROOT = Path(__file__).parent.parent.parent
@@ -31,7 +33,20 @@ def plan_of(folder: Path, total: int | None, **settings: Any) -> dict[str, Any]:
     return explain_absent(config, "sm_86", total)["plan"]
 
 
-def test_needed_bytes_is_the_smallest_fitting_gpu(folder: Path) -> None:
+def test_needed_bytes_is_the_smallest_fitting_gpu(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One engine serves the three plans, which differ in the bytes of the GPU alone. It remembers
+    # the bytes of each size of a step.
+    make_engine = explain.DryEngine
+    engines: dict[str, DryEngine] = {}
+
+    def engine_of(config: EngineConfig, *others: Any) -> DryEngine:
+        key = repr(config)
+        engines[key] = engines.get(key) or make_engine(config, *others)
+        return engines[key]
+
+    monkeypatch.setattr(explain, "DryEngine", engine_of)
     needed = plan_of(folder, None)["needed_bytes"]
     exact = plan_of(folder, needed + 1)
     assert exact["fits"] and exact["max_num_seqs"] == 1
@@ -42,6 +57,7 @@ def test_needed_bytes_is_the_smallest_fitting_gpu(folder: Path) -> None:
     short = plan_of(folder, needed - 10_000)
     assert not short["fits"] and "GB are missing" in short["why"]
     assert short["needed_bytes"] == exact["needed_bytes"] == needed
+    assert len(engines) == 1
 
 
 def test_large_gpu_gets_preferred_sizes(folder: Path) -> None:

@@ -22,7 +22,7 @@ Digests = dict[int, dict[str, bytes]]
 
 
 class Trace(StepObserver):
-    """Digests of the model's outputs for one request.
+    """Digests of the model's outputs for one request, which `selects` recognizes by its row.
 
     A position that runs again (after a rejected draft, or replayed) replaces its digests, so the
     remaining ones belong to committed tokens.
@@ -40,7 +40,7 @@ class Trace(StepObserver):
         self._requests = rows
 
     def begin(self, step: StepContext) -> None:
-        """Find this request's tokens at the start of a model call."""
+        """Find the selected request's tokens at the start of a model call."""
         rows = [row for row, request in enumerate(self._requests) if self.selects(request)]
         self._step = step
         self._positions = []
@@ -73,6 +73,7 @@ class Trace(StepObserver):
 
 
 def _digest(tensors: list[Tensor]) -> bytes:
+    """Return a digest of the bytes of these tensors, in their order."""
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Pairs and triples of feature values that the requests of a check really had."""
+"""Coverage of a check: pairs or triples of feature values that its requests had."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,17 +12,20 @@ MAX_LISTED = 40
 """Maximum tuples that a report lists as not met."""
 NAMES = {2: "pairs", 3: "triples"}
 NO_ROW = "no row of values has them: the other rules leave no value for some feature"
-"""Reason of tuples that no single exclusion names."""
+"""Reason of excluded tuples that no single exclusion names."""
 
 
 class MetTuples:
     """Tuples of feature values that were planned, and those that were met.
 
     A tuple is met if one request of a scenario whose answers were compared had all of its values.
+
+    planned, met: masks [N, N] of pairs or [N, N, N] of triples, where N is the number of values of
+    all features.
     """
 
     def __init__(self, plan: CoveringPlan) -> None:
-        self.plan_of = plan
+        self.covering_plan = plan
         self.values = plan.values
         self.strength = plan.strength
         size = (len(self.values.names),) * self.strength
@@ -36,23 +39,23 @@ class MetTuples:
 
     def add(self, values: dict[str, str]) -> None:
         """Record the values that a request had."""
-        row = [self.values.number[name] for name in values.items()]
+        row = [self.values.number[feature_value] for feature_value in values.items()]
         self.met[np.ix_(*[row] * self.strength)] = True
 
     @property
     def missed(self) -> Bools:
         """Return the mask of the tuples that were planned and not met."""
-        return self.planned & ~self.met & self.plan_of.feasible
+        return self.planned & ~self.met & self.covering_plan.feasible
 
     @property
     def num_met(self) -> int:
         """Return the number of tuples that were met."""
-        return count_tuples(self.met & self.plan_of.feasible)
+        return count_tuples(self.met & self.covering_plan.feasible)
 
     @property
     def num_feasible(self) -> int:
         """Return the number of tuples that are not excluded."""
-        return count_tuples(self.plan_of.feasible)
+        return count_tuples(self.covering_plan.feasible)
 
     @property
     def name(self) -> str:
@@ -65,20 +68,20 @@ class MetTuples:
         mask = state[:, None] | state
         if self.strength == 3:
             mask = mask[:, :, None] | state
-        feasible = self.plan_of.feasible & mask
+        feasible = self.covering_plan.feasible & mask
         return count_tuples(self.met & feasible), count_tuples(feasible)
 
     def unmet_values(self) -> list[str]:
         """Return the values that no request had, as "feature: value"."""
         axes = tuple(range(1, self.strength))
         has = self.met.any(axis=axes)
-        could = self.plan_of.feasible.any(axis=axes)
+        could = self.covering_plan.feasible.any(axis=axes)
         names = self.values.names
         return [": ".join(names[i]) for i in np.flatnonzero(could & ~has)]
 
     def unmet(self) -> list[str]:
         """Return tuples that were not met and why, at most MAX_LISTED."""
-        unmet = self.plan_of.feasible & ~self.met
+        unmet = self.covering_plan.feasible & ~self.met
         lines = []
         for numbers in np.argwhere(unmet):
             if list(numbers) != sorted(numbers):
@@ -92,8 +95,8 @@ class MetTuples:
     def excluded(self) -> dict[str, int]:
         """Return the number of excluded tuples by reason."""
         counts = Counter(self.values.reasons.values())
-        if self.plan_of.impossible:
-            counts[NO_ROW] = len(set(self.plan_of.impossible))
+        if self.covering_plan.impossible:
+            counts[NO_ROW] = len(set(self.covering_plan.impossible))
         return dict(counts)
 
     def summary(self) -> str:
@@ -111,7 +114,7 @@ class MetTuples:
         state, of_state = self.state_pairs()
         features = {
             feature.name: {"values": list(feature.values), "expressed": feature.expressed}
-            for feature in self.plan_of.table.features
+            for feature in self.covering_plan.table.features
         }
         return {
             "strength": self.strength,

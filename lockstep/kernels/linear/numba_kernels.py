@@ -28,7 +28,7 @@ from lockstep.kernels.simd.vectors import (
 TILE = 2 * LANES
 """Outputs of a tile: two vectors."""
 WIDEN_ROWS = 12
-"""Rows from which a tile of 16-bit weights is widened once, to fp32, for all of them."""
+"""Minimum rows for which a tile of 16-bit weights is widened to fp32 once, for all rows."""
 
 
 @inline
@@ -121,8 +121,14 @@ def _six_rows(w_dtype, dtype, x, w, out, k_size, stride, columns):
 
 @inline
 def _rows_of_tile(w_dtype, dtype, size, w_size, x, w, out, rows, k_size, stride, columns):
-    """Compute a tile's outputs of all rows."""
+    """Compute a tile's outputs of all rows.
+
+    x, w, out: addresses. size, w_size: bytes of an element of out and of w; x has 4. stride:
+    elements between rows of out. columns: outputs from the tile's first one to the end of the
+    weight.
+    """
     row = 0
+    # Blocks of six rows, then of four, two and one. Eight remaining rows are two blocks of four.
     while row + 6 <= rows and rows - row != 8:
         x_rows = x + row * k_size * 4
         out_rows = out + row * stride * size
@@ -159,7 +165,11 @@ def _widen(dtype, source, target, count):
 
 @inline
 def _tiles(dtype, size, x, w, out, rows, n, k_size, stride, begin, end):
-    """Compute the tiles begin .. end of all rows. x: [rows, K] fp32, contiguous."""
+    """Compute the outputs of tiles begin .. end - 1 for all rows.
+
+    x: address of [rows, K] fp32, contiguous. w: address of the tiles. out: address of [rows, N],
+    whose rows are `stride` elements apart. size: bytes of an element of w and out.
+    """
     widened = np.empty(k_size * TILE if size == 2 and rows >= WIDEN_ROWS else 0, np.float32)
     for tile in range(begin, end):
         w_tile = w + tile * k_size * TILE * size

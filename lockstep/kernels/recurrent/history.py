@@ -40,7 +40,11 @@ def max_replayed(window: int, flush: int = 1, grid: int = 1) -> int:
 
 
 def next_folded(starts: Tensor, folded: Tensor, flush: int, grid: int) -> Tensor:
-    """Return `folded` after a generated step, for integers of any shape.
+    """Return `folded` after a generated step.
+
+    starts: position of each window's first token. folded: leading tokens that the stored state
+    contains. Both are integers of the same shape. flush: missing tokens from which on a step writes
+    the state. grid: state_grid() of the state's dtype.
 
     If the state lacks `flush` or more of the tokens before starts, the step writes the state as of
     the last multiple of the grid, if that is later than `folded`.
@@ -54,9 +58,9 @@ def folded_after(
 ) -> Tensor:
     """Return `folded` after a generated step, some of whose tokens may be committed already.
 
-    committed: number of leading tokens of each window that are certain to stay; None: next_folded
-    says it. With committed, the step also writes states inside of its window, and `flush` is not
-    read: the state lacks only the tokens after the last multiple of the grid.
+    committed: number of leading tokens of each window that are certain to stay. With it the step
+    also writes states inside of its window, and `flush` is not read. The state then lacks only the
+    tokens after the last multiple of the grid. None: see next_folded.
     """
     if committed is None:
         return next_folded(starts, folded, flush, grid)

@@ -28,6 +28,8 @@ FindBest = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Function with the results of _best."""
 Uniform = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Function with the results of uniform."""
+Sort = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Function with the results of sort_scores."""
 BITS = (torch.arange(256)[:, None] >> torch.arange(8) & 1).to(torch.uint8)
 OCTETS = BITS.view(torch.int64).flatten()
 """[256] int64: the bits of each byte value, lowest first, one byte per bit."""
@@ -36,6 +38,7 @@ OCTETS = BITS.view(torch.int64).flatten()
 def sample_by(
     find_best: FindBest,
     uniform_numbers: Uniform,
+    sort: Sort,
     logits: Tensor,
     positions: Tensor,
     drafts: Tensor,
@@ -48,8 +51,8 @@ def sample_by(
 ) -> Tensor:
     """Sample as lockstep.kernels.sampling.sample says.
 
-    find_best, uniform_numbers: functions with the bits of _best and uniform. Only these differ
-    between the reference and the CPU backend.
+    find_best, uniform_numbers, sort: functions with the bits of _best, uniform and sort_scores.
+    Only these differ between the reference and the CPU backend.
     """
     logits = logits.float()
     shard = shard or LogitShard(logits.shape[2:])
@@ -74,7 +77,7 @@ def sample_by(
         for part, x, token_ids in _parts(logit_row, words, logit_ids):
             scores = _process(
                 x, part, positions[s], drafts[s], row, history, state, row_flags, token_ids,
-                shard.total, uniform_numbers,
+                shard.total, uniform_numbers, sort,
             )  # fmt: skip
             best, top[s, part] = find_best(scores)
             tokens[s, part] = best if token_ids is None else token_ids[best]
@@ -187,6 +190,7 @@ def _process(
     ids: Tensor | None,
     vocab: int,
     uniform_numbers: Uniform,
+    sort: Sort,
 ) -> Tensor:
     """Compute the scores [P, n], whose argmax is the sampled token, from logits x [P, n].
 
@@ -208,7 +212,7 @@ def _process(
     x = x / state.temperature[row]
     if flags & FILTERS:
         min_p = float(state.min_p[row])
-        x = _filter(x, min_p, int(state.top_k[row]), float(state.top_p[row]), vocab)
+        x = _filter(x, min_p, int(state.top_k[row]), float(state.top_p[row]), vocab, sort)
     noise = torch.arange(x.shape[-1], device=x.device) if ids is None else ids
     return x + _to_gumbel(uniform_numbers(state.seed[row], positions, noise))
 
@@ -261,7 +265,7 @@ def _penalise(
     return x - state.presence[row] * (counts > 0)
 
 
-def _filter(x: Tensor, min_p: float, top_k: int, top_p: float, vocab: int) -> Tensor:
+def _filter(x: Tensor, min_p: float, top_k: int, top_p: float, vocab: int, sort: Sort) -> Tensor:
     """Ban the tokens that min_p, top_k and top_p exclude."""
     if min_p > 0:
         floor = x.amax(-1, keepdim=True) + torch.log(torch.tensor(min_p))
@@ -269,7 +273,7 @@ def _filter(x: Tensor, min_p: float, top_k: int, top_p: float, vocab: int) -> Te
     if 0 < top_k < x.shape[-1]:
         x = x.masked_fill(x < x.topk(top_k).values[:, -1:], -torch.inf)
     if top_p < 1:
-        ordered, ids = x.sort(dim=-1, descending=True, stable=True)
+        ordered, ids = sort(x)
         # Sums run over `vocab` scores, padded with -inf: the tree must not depend on len(x).
         padded = pad(ordered, (0, vocab - ordered.shape[-1]), value=-torch.inf)
         mass = torch.softmax(padded, -1).cumsum(-1)[:, : ordered.shape[-1]]
@@ -277,6 +281,12 @@ def _filter(x: Tensor, min_p: float, top_k: int, top_p: float, vocab: int) -> Te
         out[:, 1:] = mass[:, :-1] >= top_p
         x = x.masked_fill(torch.zeros_like(out).scatter_(-1, ids, out), -torch.inf)
     return x
+
+
+def sort_scores(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Sort each row of scores [Q, V] -> (scores, indices): largest first, equal ones by index."""
+    ordered, indices = scores.sort(dim=-1, descending=True, stable=True)
+    return ordered, indices
 
 
 def gumbel(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:

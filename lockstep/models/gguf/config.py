@@ -298,7 +298,7 @@ def mixture(c: ConfigReader) -> dict[str, Any]:
 
 
 def settings_of(model: GGUFModel) -> Settings:
-    """Return the reader of a file's architecture. Raises CheckpointError where none is built."""
+    """Return the reader of a file's architecture. Raises CheckpointError where there is none."""
     general = ConfigReader(model.metadata, file=model.path.name)
     general.one_of("general.type", "model", default="model")
     name = general.get("general.architecture", str)

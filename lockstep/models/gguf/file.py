@@ -63,13 +63,13 @@ KINDS: dict[int, str] = {
     **{number: kind for kind, (number, _) in PLAIN.items()},
     **{layout.number: kind for kind, layout in LAYOUTS.items()},
 }
-"""Number of a tensor type -> its name, of the types that are built here."""
+"""Number of a tensor type -> its name, of the supported types."""
 OTHER_KINDS = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S",
     22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0",
     35: "TQ2_0", 40: "NVFP4",
 }  # fmt: skip
-"""Names of types that are not built, for messages."""
+"""Number -> name of types that are not supported, for messages."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ class _Cursor:
     def fail(
         self, field: str, value: object, allowed: str, remedy: str = "Fetch the file again."
     ) -> NoReturn:
-        """Raise the error of a field that is damaged or not built."""
+        """Raise the error of a field that is damaged or not supported."""
         raise CheckpointError(
             f"{self.path}: {field}={brief(value)} is not allowed; allowed: {allowed}. {remedy}"
         )

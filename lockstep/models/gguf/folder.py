@@ -72,7 +72,7 @@ def _parts(path: Path) -> list[Path]:
 def checkpoint_folder(paths: Sequence[Path]) -> Path:
     """Return the checkpoint folder of the GGUF files of one model; the first call writes it.
 
-    Raises CheckpointError where the files are damaged or of a model that is not built, ConfigError
+    Raises CheckpointError where the files are damaged or of an unsupported model, ConfigError
     where the folder cannot be written.
     """
     from huggingface_hub.constants import HF_HOME

@@ -394,7 +394,7 @@ class GGUFWeightFile:
 def gguf_weight_files(paths: Sequence[Path]) -> list[GGUFWeightFile]:
     """Return the files of one checkpoint; the first has the metadata.
 
-    Raises CheckpointError where a file is damaged or of an architecture that is not built.
+    Raises CheckpointError where a file is damaged or of an unsupported architecture.
     """
     model = GGUFModel(paths)
     settings = settings_of(model)

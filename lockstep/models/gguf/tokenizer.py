@@ -4,8 +4,8 @@
     tokenizer_config.json   special tokens by role, and the chat templates
     generation_config.json  the tokens that end an answer, and defaults of sampling
 
-Two kinds of tokenizer are built: byte-level BPE ("gpt2"), whose way of splitting text has a name,
-and BPE over scores with bytes for unknown characters ("llama"), as SentencePiece writes it.
+Two kinds of tokenizer are supported: byte-level BPE ("gpt2"), whose rule for splitting text has a
+name, and BPE over scores with bytes for unknown characters ("llama"), as SentencePiece writes it.
 """
 
 import re
@@ -67,7 +67,7 @@ class TextFiles:
         self.roles = {name: self._role(name) for name in (*ROLES.values(), *ENDS, *OTHER_ROLES)}
 
     def files(self) -> dict[str, dict[str, Any]]:
-        """Return the files. Raises CheckpointError for metadata that is damaged or not built."""
+        """Return the files. Raises CheckpointError for damaged or unsupported metadata."""
         contents = {
             "tokenizer.json": self._tokenizer(),
             "tokenizer_config.json": self._tokenizer_config(),
@@ -308,7 +308,7 @@ class TextFiles:
 def text_files(model: GGUFModel) -> dict[str, dict[str, Any]]:
     """Return the files of the text side, {} where the file has no tokenizer.
 
-    Raises CheckpointError for metadata that is damaged or not built.
+    Raises CheckpointError for metadata that is damaged or not supported.
     """
     if not any(key.startswith(PREFIX) for key in model.metadata):
         return {}

@@ -142,7 +142,7 @@ RESULT_SCHEMA = {
 
 
 class ServerResultBlock(Nested):
-    """Result of a call that another server ran. The model reads it as JSON."""
+    """Result of a call that another server ran. The model reads it as JSON, without is_error."""
 
     WITHOUT_EFFECT = ANNOTATION_FIELDS | {"caller"}
 
@@ -287,8 +287,8 @@ class CountRequest(Body):
         """Return the sorted names of sent fields that have no effect."""
         names = [*without_effect(self.model_extra or (), MESSAGES), *self._generation_only()]
         blocks = [block for message in self.messages for block in message.content]
-        if any(isinstance(block, ToolResultBlock) and block.is_error for block in blocks):
-            names.append("tool_result.is_error")
+        results = [b for b in blocks if isinstance(b, (ToolResultBlock, ServerResultBlock))]
+        names += {f"{result.type}.is_error" for result in results if result.is_error}
         if any(isinstance(block, RedactedThinkingBlock) for block in blocks):
             names.append("redacted_thinking")
         if self.system and self.system[0].text.startswith(BILLING_MARK):

@@ -18,7 +18,7 @@ MAX_EXPONENT_DIGITS = 2
 """Maximum digits of an exponent. With MAX_DIGITS numbers lie below 1e199 in magnitude, and those
 that are not 0 above 1e-199: they are finite, normal doubles."""
 MAX_KNOWN = 1 << 15
-"""Pairs of a state and a token whose next state is remembered."""
+"""Maximum number of (state, token) pairs whose next state a reader caches."""
 
 TEXT = "text"
 VALUE = "value"
@@ -29,6 +29,8 @@ INTEGER = "integer"
 POINT = "point"
 FRACTION = "fraction"
 EXPONENT = "exponent"
+"""Values of JsonState.part. VALUE: between parts of JSON. WORD: true, null or a name. ESCAPE: after
+a backslash in a string. POINT: after the decimal point, before a digit."""
 NUMBER = {
     INTEGER: MAX_DIGITS,
     # At least one digit must come after a decimal point.
@@ -47,7 +49,7 @@ _CONTINUES = frozenset(bytes([byte]) for byte in b"0123456789.eE+-")
 """First bytes of the tokens that may continue a number."""
 _SIGNIFICAND = re.compile(rb"[0-9.]+")
 _LONG = re.compile(rb"[0-9][eE][+-]?[0-9]{%d}|[0-9.]{%d}" % (MAX_EXPONENT_DIGITS + 1, MAX_DIGITS))
-"""Text of a token that may hold a number beyond a limit, wherever the token begins."""
+"""Pattern of tokens that may have a number beyond a limit, wherever in a number they begin."""
 
 
 class JsonState(NamedTuple):
@@ -70,7 +72,7 @@ class JsonState(NamedTuple):
 
 
 class JsonReader:
-    """Follows the JSON in an answer. Answers of the same openers share one reader.
+    """Reader of the JSON in an answer, byte by byte. Answers of the same openers share one reader.
 
     openers: texts that introduce JSON of objects or lists within free text; empty where the whole
     answer is JSON, None where all of it is free text.

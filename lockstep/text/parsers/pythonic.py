@@ -168,9 +168,8 @@ class PythonicParser(CallParser):
             self._enter("after")
         elif marker == "open" and _NAME.fullmatch(name):
             self._call(name)
-            self._arguments(
-                "{"
-            )  # at once: otherwise a cut call would have complete, empty arguments
+            # Now, not with the first argument: a cut call must not have the arguments {}.
+            self._arguments("{")
             self._keys.clear()
             self._look_for_key()
         elif marker is not None:

@@ -1,9 +1,11 @@
 # mypy: ignore-errors
 """TurboQuant as register operands of mma.sync, in Gluon: see KVMmaFunctions.
 
-A word is an octet of a head; octets 2 g and 2 g + 1 are the g-th group of 16 columns, which one
-instruction multiplies. For keys, four lanes take half a word each, so that a group's values land
-where the instruction wants them. For values, a thread takes the words of two tokens.
+An octet is 8 consecutive columns of a head. In 4 bits one 32-bit word has the codes of an octet; in
+3 bits three words (planes) have those of four octets (lockstep.kernels.formats.kv.bit_packing).
+Octets 2 g and 2 g + 1 are the g-th group of 16 columns, which one mma.sync multiplies. For keys,
+each of four lanes decodes half a word, so that the values are in the registers that mma.sync reads.
+For values, a thread decodes the words of two tokens.
 """
 
 from triton.experimental import gluon
@@ -57,8 +59,11 @@ HALF_WORD_4_PTX = _ptx_block(
         *_scale_ptx(1, "0x7362", "$3"),
     ],
 )
-"""PTX: half a word of 4-bit codes -> two bf16 pairs. $3: the scale, twice in a word; $4: first bit
-of the half; $5: shift of its signs to the upper bits of bytes."""
+"""PTX: half a word of 4-bit codes -> two bf16 pairs.
+
+$0, $1: the pairs; $2: the word; $3: the scale, twice in a word; $4: first bit of the half; $5:
+shift of its signs to the upper bits of bytes.
+"""
 HALF_WORD_3_PTX = _ptx_block(
     SIGNED_CENTROIDS,
     "u",
@@ -70,7 +75,7 @@ HALF_WORD_3_PTX = _ptx_block(
         *_scale_ptx(1, "0x7362", "$3"),
     ],
 )
-"""PTX: half a word of 3-bit codes with their signs -> two bf16 pairs."""
+"""PTX: half a word of 3-bit codes with their signs -> two bf16 pairs. $0 to $4: as in 4 bits."""
 
 
 def _token_pair_ptx(first, second, scale, signs):
@@ -92,7 +97,10 @@ def _token_pair_ptx(first, second, scale, signs):
 TOKEN_PAIR_4_PTX = _ptx_block(
     CENTROIDS[4], "u, z0, z1", _token_pair_ptx("$8", "$9", "$10", signs=True)
 )
-"""PTX: words of 4-bit codes of two tokens, and their scales -> eight bf16 pairs."""
+"""PTX: words of 4-bit codes of two tokens -> eight bf16 pairs.
+
+$0 to $7: the pairs, each of both tokens; $8, $9: the words; $10: the scales of both tokens.
+"""
 TOKEN_PAIR_3_PTX = _ptx_block(
     SIGNED_CENTROIDS,
     "u, v",
@@ -110,7 +118,11 @@ TOKEN_PAIR_3_PTX = _ptx_block(
         *_scale_ptx(3, "0x7351", "$6"),
     ],
 )
-"""PTX: half words of 3-bit codes of two tokens -> four bf16 pairs."""
+"""PTX: half words of 3-bit codes of two tokens -> four bf16 pairs.
+
+$0 to $3: the pairs, each of both tokens; $4, $5: the words; $6: the scales of both tokens; $7:
+first bit of the half.
+"""
 
 
 @gluon.constexpr_function
