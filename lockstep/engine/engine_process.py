@@ -188,8 +188,10 @@ class _Host:
         try:
             request.grammar = self._make_grammar(recipe)
         except Exception as error:
+            # Wakes an idle loop, which then reports Idle again. After the error it could abort a
+            # new request with the same id.
+            self._loop.abort(request.id)
             self._deliver([(request.id, error)])
-            self._loop.abort(request.id)  # wakes an idle loop, which then reports Idle again
             return
         self._report(Compiled([request.id]))
         self._loop.submit([request])

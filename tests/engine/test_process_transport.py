@@ -26,7 +26,7 @@ from lockstep.engine.async_engine import (
     Receiver,
     Stream,
 )
-from lockstep.engine.engine_process import STEPS_NICENESS, lower_priority
+from lockstep.engine.engine_process import STEPS_NICENESS, _Host, lower_priority
 from lockstep.engine.messages import Began, Idle, StopAudits, Updates
 from lockstep.engine.process_transport import (
     MAX_RESTARTS,
@@ -460,6 +460,15 @@ def test_engine_is_idle_after_a_grammar_that_cannot_be_compiled(client: AsyncEng
     run(work())
     wait_until(lambda: not client.transport._begun_ids)
     assert wait_until_empty(client).num_waiting == 0
+
+
+def test_id_is_free_when_the_error_of_its_grammar_is_delivered() -> None:
+    """A client may submit a request with the same id at once, which must not be aborted."""
+    host = Mock()
+    host._make_grammar.side_effect = ValueError
+    _Host._compile(host, make_request("a"), "recipe")
+    names = [name for name, *_ in host.mock_calls]
+    assert names.index("_loop.abort") < names.index("_deliver")
 
 
 def test_audits_stop_where_they_end_engines(

@@ -233,22 +233,23 @@ class Conversation(Body):
 
 
 def check_call_ids(messages: Sequence[Message]) -> None:
-    """Raise RequestError for a tool result whose id no earlier tool call has.
+    """Raise RequestError for a tool result whose id no tool call of the conversation has.
 
-    OpenAI's and Anthropic's servers refuse such a result too. Ids are compared only where all
-    earlier calls have one.
+    OpenAI's and Anthropic's servers refuse such a result too. OpenAI's /v1/responses pairs them
+    wherever they are, so this check accepts any order. Other servers write calls without ids, or
+    with empty ones. Ids are compared only where all calls have one.
     """
-    known: set[str | None] = set()
+    known = {call.id or None for message in messages for call in message.tool_calls or ()}
+    if None in known:
+        return
     for message in messages:
         call_id = message.tool_call_id
-        if message.role == "tool" and call_id and call_id not in known and None not in known:
+        if message.role == "tool" and call_id and call_id not in known:
             raise RequestError(
-                f"messages: a tool result has the id {brief(call_id)}, which no earlier tool call "
-                "has; allowed: the ids of tool calls in earlier messages. Send the call before its "
-                "result.",
+                f"messages: a tool result has the id {brief(call_id)}, which no tool call has; "
+                "allowed: the ids of tool calls in the conversation. Send the call too.",
                 "messages",
             )
-        known |= {call.id for call in message.tool_calls or ()}
 
 
 def merge_system_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

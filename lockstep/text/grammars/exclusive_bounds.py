@@ -1,7 +1,9 @@
 """Exclusive bounds at whole numbers, which llguidance 1.9.1 allows themselves in some ranges.
 
 For {"exclusiveMinimum": 0, "maximum": 0.5} its grammar allows 0: the range has no other whole
-number, and the bound remains as the part before the point. Bounds with a fraction are obeyed.
+number, and the bound remains as the part before the point. Bounds with a fraction are obeyed, and
+so is the bound that is further from 0. That one must stay: of an upper bound 0.999 the grammar
+refuses 0.9 and 0.99 too.
 """
 
 from decimal import Decimal
@@ -51,6 +53,8 @@ def _moved(
     is_draft_4 = node.get(exclusive) is True
     bound: Any = node.get(inclusive if is_draft_4 else exclusive)
     if not is_number(bound) or bound != int(bound) or len(str(abs(int(bound)))) >= MAX_DIGITS:
+        return node
+    if int(bound) * direction < 0:  # this bound is further from 0 than the range
         return node
     opposite_bounds = [to_decimal(node[name]) for name in opposite if is_number(node.get(name))]
     widths = [(other - int(bound)) * direction for other in opposite_bounds]

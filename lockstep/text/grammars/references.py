@@ -135,6 +135,8 @@ class _Canonical:
             if not isinstance(case, dict) or "$ref" not in case:
                 return case
             reference = case["$ref"]
+            if not isinstance(reference, str):
+                break
             case = self._sources.get(reference) or target(reference, self._root)
         return None
 

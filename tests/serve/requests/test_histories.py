@@ -123,22 +123,28 @@ def test_anthropic_message_may_be_sent_back(server: Any, exclude_none: bool, ful
         assert response.status_code == 200, response.text
 
 
-UNKNOWN = "a tool result has the id 'b', which no earlier tool call has"
+UNKNOWN = "a tool result has the id 'b', which no tool call has"
 
 
 def test_chat_result_of_unknown_call_is_refused(server: Any) -> None:
     call = {"id": "a", "function": {"name": "get", "arguments": "{}"}}
     turns = {name: {"role": "assistant", "tool_calls": [{**call, "id": name}]} for name in "ab"}
     result = {"role": "tool", "tool_call_id": "b", "content": "3"}
-    for messages in ([turns["a"], result], [result], [result, turns["b"]]):
+    for messages in ([turns["a"], result], [result]):
         response = post(server, CHAT_PATH, messages=[*USER, *messages], tools=TOOLS)
         assert response.status_code == 400, response.text
         error = response.json()["error"]
         assert error["message"].startswith(f"messages: {UNKNOWN}") and error["param"] == "messages"
     assert not server.client.requests
-    nameless = {"role": "assistant", "tool_calls": [{"function": call["function"]}]}
-    plain = {"role": "tool", "content": "3"}
-    for messages in ([turns["b"], turns["a"], result], [nameless, result], [turns["a"], plain]):
+    turns["absent"] = {"role": "assistant", "tool_calls": [{"function": call["function"]}]}
+    turns["empty"] = {"role": "assistant", "tool_calls": [{**call, "id": ""}]}
+    results = ({"role": "tool", **more, "content": "3"} for more in ({}, {"tool_call_id": ""}))
+    for messages in (
+        [turns["b"], turns["a"], result],
+        [turns["absent"], result],
+        [turns["empty"], result],
+        *([turns["a"], plain] for plain in results),
+    ):
         response = post(server, CHAT_PATH, messages=[*USER, *messages], tools=TOOLS)
         assert response.status_code == 200, response.text
 
@@ -150,6 +156,32 @@ def test_response_item_of_unknown_call_is_refused(server: Any) -> None:
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert error["message"].startswith(f"input: {UNKNOWN}") and error["param"] == "input"
+    # OpenAI's server pairs items wherever they are.
+    for items in (
+        [{**call, "call_id": "b"}, *USER, call, result],
+        [result, {**call, "call_id": "b"}],
+    ):
+        response = post(server, RESPONSES, input=[*USER, *items], tools=[FUNCTION])
+        assert response.status_code == 200, response.text
+
+
+def test_response_item_of_no_call_is_read(server: Any) -> None:
+    """Codex writes what an automation or another thread sends as a result without a call.
+
+    https://github.com/openai/codex/issues/44723
+    """
+    message = {
+        "type": "function_call_output",
+        "id": "fco_1",
+        "name": "automation_update",
+        "namespace": "codex_app",
+        "output": "<heartbeat>check the build</heartbeat>",
+    }
+    call = {"type": "function_call", "call_id": "a", "name": "get", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "a", "output": "3"}
+    for items in ([message], [*USER, message], [*USER, call, result, message]):
+        response = post(server, RESPONSES, input=items, tools=[FUNCTION])
+        assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize("path", [MESSAGES, f"{MESSAGES}/count_tokens"])

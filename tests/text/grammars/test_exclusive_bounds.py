@@ -30,6 +30,14 @@ def compiler() -> Compiler:
         ({"minimum": 0, "exclusiveMinimum": True, "maximum": 0.5}, ("0",), ("0.5",)),
         ({"allOf": [{**NUMBER, "exclusiveMinimum": 0}, {"maximum": 0.5}]}, ("0",), ("0.5",)),
         ({"exclusiveMinimum": 0, "exclusiveMaximum": 1}, ("0", "1"), ("0.5",)),
+        ({"minimum": 0.5, "exclusiveMaximum": 1}, ("1", "1.0"), ("0.9", "0.99", "0.999")),
+        ({"exclusiveMinimum": -1, "maximum": -0.5}, ("-1", "-1.0"), ("-0.9", "-0.99")),
+        (
+            {"allOf": [{**NUMBER, "exclusiveMinimum": 0}, {"exclusiveMaximum": 1}]},
+            ("0", "1"),
+            ("0.9", "0.99", "0.001"),
+        ),
+        ({"allOf": [{**NUMBER, "minimum": 9}, {"exclusiveMaximum": 100}]}, ("100",), ("99.9",)),
     ],
     ids=str,
 )
@@ -57,6 +65,7 @@ def test_integers_combined_with_moved_bounds(compiler: Compiler) -> None:
         {**NUMBER, "exclusiveMinimum": 0},
         {**NUMBER, "exclusiveMinimum": 0, "maximum": 1},
         {**NUMBER, "exclusiveMinimum": 0.5, "maximum": 0.75},
+        {**NUMBER, "minimum": 0.5, "exclusiveMaximum": 1},
         {"type": "integer", "exclusiveMinimum": 0, "maximum": 0.5},
         {**NUMBER, "minimum": 0, "maximum": 0.5},
     ],

@@ -246,3 +246,11 @@ def test_patterns_of_declared_names_bind_their_values(compiler: Compiler) -> Non
     assert accepts(compiler, schema, '{"a":5,"x":true,"z":1}')
     for text in ('{"a":4}', '{"x":false}', '{"b":1}'):
         assert not accepts(compiler, schema, text)
+
+
+@pytest.mark.parametrize("reference", [{}, [1], 5, None])
+@pytest.mark.parametrize("keyword", ["oneOf", "anyOf"])
+def test_reference_in_a_union_may_be_no_text(keyword: str, reference: Any) -> None:
+    """The compiler refuses it later, with its place."""
+    schema = {keyword: [{"$ref": reference}, {"type": "null"}]}
+    assert normalize(schema) == schema

@@ -108,12 +108,12 @@ class InputCustomCall(InputItem):
 
 
 class InputCallOutput(InputItem):
-    """Result of a call of a function."""
+    """Result of a call of a function. Codex sends results of no call, which have no call_id."""
 
     WITHOUT_EFFECT = OUTPUT_ANNOTATIONS
 
     type: Literal["function_call_output"]
-    call_id: CallId
+    call_id: CallId = ""
     output: Content
 
     def result(self) -> Result:
