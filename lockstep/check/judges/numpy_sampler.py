@@ -155,21 +155,12 @@ def filter_mask(scores: Floats, params: SamplingParams, tolerance: float) -> NDA
         keep &= is_top | (scores >= scores.max() + np.log(params.min_p) - tolerance)
     if 0 < params.top_k < len(scores):
         ordered = np.sort(np.where(keep, scores, -np.inf))
-        kth_score = ordered[-params.top_k]
-        next_score = ordered[-params.top_k - 1]
-        # All tokens that tie with the last one are kept.
-        keep &= (
-            is_top
-            | (scores == kth_score)
-            | (
-                scores
-                >= (
-                    kth_score - tolerance
-                    if tolerance >= 0
-                    else max(kth_score, next_score - tolerance)
-                )
-            )
-        )
+        larger = len(scores) - np.searchsorted(ordered, scores + tolerance, side="right")
+        if tolerance < 0:
+            # Equal scores stay equal, so that all tokens that tie with the last one are kept.
+            larger -= np.searchsorted(ordered, scores, side="right")
+            larger += np.searchsorted(ordered, scores, side="left")
+        keep &= is_top | (larger < params.top_k)
     if params.top_p < 1:
         remaining = np.where(keep, scores, -np.inf)
         weights = np.exp(remaining - remaining.max())

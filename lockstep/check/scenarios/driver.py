@@ -153,7 +153,7 @@ class Driver:
         Raises what the engine raises, and InvariantError.
         """
         waiting = sorted(completions, key=lambda one: one.request.arrival)
-        with self._failing(), checked_returns(worker_of(self.engine)):
+        with self._failing(), checked_returns(self.engine):
             for step in range(MAX_STEPS):
                 while waiting and waiting[0].request.arrival <= step:
                     self._add(waiting.pop(0))

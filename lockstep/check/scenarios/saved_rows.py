@@ -9,7 +9,9 @@ from torch import Tensor
 
 from lockstep.check.scenarios.invariants import InvariantError
 from lockstep.check.scenarios.inventory import poison, tensors_of
+from lockstep.engine.engine import Engine
 from lockstep.scheduling.schedule import Schedule
+from lockstep.worker.executor import executor_of
 from lockstep.worker.worker import Worker
 
 
@@ -33,19 +35,30 @@ def line_tensors(worker: Worker) -> list[Tensor]:
 
 
 @contextmanager
-def checked_returns(worker: Worker) -> Iterator[None]:
+def checked_returns(engine: Engine) -> Iterator[None]:
     """Compare the line of each row that returns in the context with the line that it left.
 
-    The line of a row that leaves is poisoned. Raises InvariantError from the worker's launch. On a
-    GPU nothing is compared: reading a line waits for the device, which would hide races of
-    asynchronous launches.
+    The line of a row that leaves is poisoned. All ranks do so, since their tables must be equal.
+    Raises InvariantError from the worker's launch. On a GPU nothing is compared: reading a line
+    waits for the device, which would hide races of asynchronous launches.
     """
-    if worker.plan.device != "cpu":
+    if engine.plan.device != "cpu":
         yield
         return
+    executor = executor_of(engine)
+    executor.collective_rpc(_start)
+    try:
+        yield
+    finally:
+        executor.collective_rpc(_stop)
+
+
+def _start(worker: Worker) -> None:
+    """Compare the lines of one rank's rows from now on."""
     tensors = line_tensors(worker)
     update_rows = worker._update_rows
     lines: dict[str, list[Tensor]] = {}
+    # All ranks get the same values.
     generator = torch.Generator().manual_seed(0)
 
     def update(schedule: Schedule) -> None:
@@ -69,7 +82,8 @@ def checked_returns(worker: Worker) -> Iterator[None]:
                     )
 
     worker._update_rows = update  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del worker._update_rows
+
+
+def _stop(worker: Worker) -> None:
+    """Undo _start()."""
+    del worker._update_rows

@@ -93,8 +93,8 @@ def stale_penalties(x: Tensor, first: int, drafts: Tensor, *rest: Any) -> Tensor
     return PENALISE(x, first, drafts * 0 - 1, *rest)
 
 
-def no_top_p(x: Tensor, min_p: float, top_k: int, top_p: float, vocab: int) -> Tensor:
-    return FILTER(x, min_p, top_k, 1.0, vocab)
+def no_top_p(x: Tensor, min_p: float, top_k: int, top_p: float, *rest: Any) -> Tensor:
+    return FILTER(x, min_p, top_k, 1.0, *rest)
 
 
 def warm_only(x: Tensor, part: slice, *rest: Any) -> Tensor:
@@ -103,11 +103,11 @@ def warm_only(x: Tensor, part: slice, *rest: Any) -> Tensor:
     return PROCESS(x, part, *rest)
 
 
-def k_of_top_k(x: Tensor, min_p: float, top_k: int, top_p: float, vocab: int) -> Tensor:
+def k_of_top_k(x: Tensor, min_p: float, top_k: int, *rest: Any) -> Tensor:
     if 0 < top_k < x.shape[-1]:
         top = x.topk(top_k)
         x = torch.full_like(x, -torch.inf).scatter_(-1, top.indices, top.values)
-    return FILTER(x, min_p, 0, top_p, vocab)
+    return FILTER(x, min_p, 0, *rest)
 
 
 def last_of_ties(scores: Tensor) -> tuple[Tensor, Tensor]:

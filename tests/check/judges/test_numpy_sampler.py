@@ -98,6 +98,21 @@ def test_tokens_that_tie_with_the_last_of_top_k_are_kept() -> None:
         assert kept.tolist() == [*range(10), *range(40, V)]
 
 
+def test_rounding_decides_between_tokens_at_the_end_of_top_k() -> None:
+    tolerance = numpy_sampler.SCORE_TOLERANCE
+    scores = np.arange(V, dtype=np.float64)
+    scores[[3, 39]] = scores[40] - tolerance / 2
+    params = SamplingParams(top_k=10)
+
+    def kept(slack: float) -> list[int]:
+        return [int(t) for t in numpy_sampler.filter_mask(scores, params, slack).nonzero()[0]]
+
+    assert kept(tolerance) == [3, 39, *range(40, V)]
+    assert kept(-tolerance) == [*range(41, V)], "tokens 3 and 39 may be before token 40"
+    scores[40] += tolerance
+    assert kept(-tolerance) == [*range(40, V)]
+
+
 def test_every_bit_of_a_seed_counts() -> None:
     base = numpy_sampler.noise(12345, 7, V)
     for bit in range(64):

@@ -34,8 +34,10 @@ from lockstep.scheduling.grammar import FillMasks
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import PageGrant, PromptChunk, Results, RowResult, Schedule
 from lockstep.scheduling.scheduler import Entry, Scheduler
+from lockstep.worker import executor
 from lockstep.worker.row_table import RowTable
 from lockstep.worker.worker import Worker
+from tests.thread_ranks import ThreadRanks
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 LATE = ScenarioRequest(tuple(range(60)), {**GREEDY, "max_tokens": 9}, priority=1)
@@ -93,6 +95,17 @@ def test_a_row_that_returns_without_a_part_of_its_line_is_named(
     monkeypatch.setattr(RowTable, "row_tensors", without_stop_ids)
     with pytest.raises(InvariantError, match="returns to row 1 without its line of a torch.int64"):
         play(scenario)
+
+
+def test_ranks_poison_the_line_of_a_row_that_leaves_alike(
+    model: str, plain: PlainRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "start_ranks", ThreadRanks)
+    monkeypatch.setattr(executor, "AUDIT_EVERY", 1)
+    settings = {"load_format": "dummy", "tensor_parallel_size": 2, **Kind().settings()}
+    runner = ScenarioRunner(build(model, settings), Kind())
+    result = runner.play(preemption_scenario(5), plain)
+    assert result.fault is None and result.answers
 
 
 def test_a_request_aborted_in_host_memory_frees_it(
