@@ -276,7 +276,7 @@ def fp8_gemm_hopper_kernel(
 
 @dataclass(frozen=True)
 class HopperTile:
-    """Tile of a launch: `tokens` tokens, CTA_ROWS outputs. All tiles give the same bits.
+    """Size of the tiles of `tokens` tokens and CTA_ROWS outputs. Bits do not depend on it.
 
     splits: each split-K partition is a tile of its own, and a second pass adds them.
     """
