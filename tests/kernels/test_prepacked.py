@@ -40,11 +40,13 @@ def test_prepacked_row_is_batch_independent(n: int, k: int, dtype: torch.dtype) 
 def test_prepacked_output_is_independent_of_weight_slice(dtype: torch.dtype) -> None:
     """A fused weight equals its parts, and a rank's slice equals that part of the whole."""
     x = wide_range_rows(BASE, 640).to(dtype)
-    weight = torch.randn(96, 640).to(dtype)
-    expected = linear(x, LibraryWeight(weight))
-    for begin, end in ((0, 1), (0, 8), (3, 20), (16, 48), (48, 96), (95, 96), (0, 95)):
-        part = linear_cpu(x, LibraryWeight(weight[begin:end]))
-        assert torch.equal(part, expected[:, begin:end]), (begin, end)
+    generator = torch.Generator().manual_seed(1)
+    for draw in range(30):  # two orders of additions often round to the same bits
+        weight = torch.randn(96, 640, generator=generator).to(dtype)
+        expected = linear(x, LibraryWeight(weight))
+        for begin, end in ((0, 1), (0, 8), (3, 20), (16, 48), (48, 96), (95, 96), (0, 95)):
+            part = linear_cpu(x, LibraryWeight(weight[begin:end]))
+            assert torch.equal(part, expected[:, begin:end]), (draw, begin, end)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -25,9 +25,9 @@ from torch import Tensor
 from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.threads import one_thread
 
-OUTPUT_MULTIPLE = 16
+OUTPUT_MULTIPLE = 32
 """N is padded with zeros to a multiple of this: the libraries have remainder loops in which an
-output's bits depend on its index (oneDNN: N = 1; FBGEMM: N % 16)."""
+output's bits depend on its index (oneDNN: N = 1; FBGEMM: N % 16 with AVX2, N % 32 with AVX-512)."""
 BASE = 8
 """Rows of the tiles that define the bits."""
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 384)
