@@ -276,7 +276,7 @@ def fp8_gemm_hopper_kernel(
 
 @dataclass(frozen=True)
 class HopperTile:
-    """Size of the tiles of `tokens` tokens and CTA_ROWS outputs. Bits do not depend on it.
+    """Tile of CTA_ROWS outputs and `tokens` tokens. Its size changes no bit.
 
     splits: each split-K partition is a tile of its own, and a second pass adds them.
     """

@@ -38,7 +38,7 @@ BLOCKS_PER_WARP = 2
 
 @dataclass(frozen=True)
 class Fp8Tile:
-    """Size of the tiles of m tokens and n outputs. By the op's definition no bit depends on it.
+    """Tile of m tokens and n outputs. By the op's definition its size changes no bit.
 
     splits: a CTA computes one split-K partition, and a second pass adds the partitions. Otherwise
     it computes all of them.

@@ -190,10 +190,11 @@ def _wait(file, path: Path) -> bool:
 def _read(path: Path):
     """Return the contents of a file, or None if it is missing or damaged."""
     try:
-        data = path.read_bytes()
+        file = path.read_bytes()
     except OSError:
         return None
-    checksum, data = data[:CHECKSUM_BYTES], data[CHECKSUM_BYTES:]
+    checksum = file[:CHECKSUM_BYTES]
+    data = file[CHECKSUM_BYTES:]
     return pickle.loads(data) if checksum == hashlib.sha256(data).digest() else None
 
 
