@@ -9,6 +9,7 @@ stored.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.kernels.architecture import HOPPER
 from lockstep.kernels.backends import gpu_trait, resolve_architecture
-from lockstep.kernels.compile_target import CompileTarget
+from lockstep.kernels.compile_target import CompileTarget, compile_target
 from lockstep.kernels.device.pipeline import next_stage
 from lockstep.kernels.device.swizzle import swizzled_tile
 from lockstep.kernels.formats.weights import K_BLOCK as WORD_COLUMNS
@@ -38,8 +39,8 @@ from lockstep.kernels.fp8_linear.triton import (
     Fp8Tile,
     choose_tile,
     fp8_linear_triton,
-    multiply,
     quantize_rows_triton,
+    run_kernel,
 )
 from lockstep.kernels.linear import partition_length
 
@@ -378,5 +379,8 @@ def fp8_linear_hopper(
     """
     if not fits(weight, split_k):
         return fp8_linear_triton(x, weight, split_k, allow_partials, out)
+    target = compile_target(x.device)
     tile = choose_hopper_tile(len(x), out is None)
-    return multiply(launch_hopper, x, weight, split_k, tile, allow_partials, out)
+    fill = partial(launch_hopper, x, weight, split_k, tile, target)
+    num_partials = split_k if tile.splits else 1
+    return run_kernel(fill, x, weight.shape[0], num_partials, allow_partials, out)

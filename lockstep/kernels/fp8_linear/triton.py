@@ -8,7 +8,7 @@ hopper.py has the product on Hopper, and triton.py that of weights which it does
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
 import triton
@@ -119,29 +119,27 @@ def launch(
     )  # fmt: skip
 
 
-def multiply(
-    launch: Callable[..., None],
+def run_kernel(
+    fill: Callable[[Tensor], None],
     x: Tensor,
-    weight: Fp8Weight,
-    split_k: int,
-    tile: Any,
+    n: int,
+    num_partials: int,
     allow_partials: bool,
     out: Tensor | None,
 ) -> Tensor:
-    """Compute fp8_linear by a launcher (x, weight, split_k, tile, target, out) of a kernel.
+    """Return what fp8_linear returns, from a launch of a kernel.
 
-    Where the tile splits, it fills partials [split_k, T, N] fp32, else the result.
+    fill: launches it into the result [T, n], or with num_partials > 1 into partials
+    [num_partials, T, n] fp32.
     """
     tokens = len(x)
-    n = weight.shape[0]
-    target = compile_target(x.device)
-    if tokens and tile.splits and split_k > 1:
-        partials = torch.empty(split_k, tokens, n, dtype=torch.float32, device=x.device)
-        launch(x, weight, split_k, tile, target, partials)
+    if tokens and num_partials > 1:
+        partials = torch.empty(num_partials, tokens, n, dtype=torch.float32, device=x.device)
+        fill(partials)
         return partials if allow_partials else reduce_partials(partials, x.dtype)
     y = x.new_empty(tokens, n) if out is None else out
     if tokens:
-        launch(x, weight, split_k, tile, target, y)
+        fill(y)
     return y
 
 
@@ -154,5 +152,8 @@ def fp8_linear_triton(
     out: Tensor | None = None,
 ) -> Tensor:
     """See lockstep.kernels.fp8_linear.contract.fp8_linear. Last strides must be 1."""
-    tile = choose_tile(len(x), split_k, out is None, compile_target(x.device))
-    return multiply(launch, x, weight, split_k, tile, allow_partials, out)
+    target = compile_target(x.device)
+    tile = choose_tile(len(x), split_k, out is None, target)
+    fill = partial(launch, x, weight, split_k, tile, target)
+    num_partials = split_k if tile.splits else 1
+    return run_kernel(fill, x, weight.shape[0], num_partials, allow_partials, out)
