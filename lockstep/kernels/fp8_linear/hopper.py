@@ -279,7 +279,7 @@ def fp8_gemm_hopper_kernel(
 class HopperTile:
     """Tile of CTA_ROWS outputs and `tokens` tokens. Its size changes no bit.
 
-    splits: each split-K partition is a tile of its own, and a second pass adds them.
+    splits: split-K partitions are separate tiles, and a second pass adds them.
     """
 
     tokens: int
