@@ -10,7 +10,6 @@ from lockstep.check.drafters import NO_DRAFTER, drafters_of, requested_drafter, 
 from lockstep.check.engines import CheckEngine, Processors, build, build_plain
 from lockstep.check.judges.plain_runs import SERVED, PlainRuns
 from lockstep.check.random_adapters import RandomAdapters
-from lockstep.check.report.progress import Progress
 from lockstep.check.report.report import Report
 from lockstep.check.scenarios.examiner import Examiner
 from lockstep.check.scenarios.scenario import Kind
@@ -18,6 +17,7 @@ from lockstep.config import GRAPH_MODES, EngineConfig
 from lockstep.doctor.system import GIB, free_memory
 from lockstep.engine_args import resolve_auto_drafter
 from lockstep.models.checkpoint import Checkpoint
+from lockstep.progress import Progress
 from lockstep.spec.config import AUTO
 from lockstep.worker.build import find_model, pick_device
 from lockstep.worker.executor import worker_of

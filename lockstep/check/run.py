@@ -18,13 +18,13 @@ from lockstep.check.matrix.logits import run_logits
 from lockstep.check.matrix.setups import LOGITS, SAMPLING, SIZES, num_outputs, requested_setup
 from lockstep.check.matrix.tokens import TokenMatrix, shard_engines
 from lockstep.check.report.coverage import Coverage
-from lockstep.check.report.progress import Progress, no_progress
 from lockstep.check.report.report import MATRIX_CASES, SCENARIOS, Report, running
 from lockstep.check.scenarios.examiner import Effort, replay, run_scenarios
 from lockstep.check.scenarios.generator import ScenarioGenerator
 from lockstep.check.scenarios.scenario import Scenario
 from lockstep.check.sections import CACHE, CAPTURE, KERNELS, SECTIONS, TOKENS, section_of
 from lockstep.errors import CapacityError, ConfigError, choice_error
+from lockstep.progress import Progress, ignore_progress
 
 NOT_SELECTED = "not selected by --sections"
 STOPPED = "the check was stopped"
@@ -56,7 +56,7 @@ class Part:
 def run_check(
     size: str = "default",
     model: str | None = None,
-    progress: Progress = no_progress,
+    progress: Progress = ignore_progress,
     seed: int = 0,
     effort: Effort | None = None,
     sections: Sequence[str] = tuple(SECTIONS),
@@ -112,7 +112,7 @@ def run_replay(scenario: Scenario, model: str | None = None, **settings: Any) ->
     """Run the scenario of a file alone. Raises Interrupted."""
     report = Report("replay", planned={SCENARIOS: 1})
     with running(report):
-        replay(scenario, CheckedModel(model, settings, report, no_progress).examiner(), report)
+        replay(scenario, CheckedModel(model, settings, report, ignore_progress).examiner(), report)
     return report
 
 

@@ -14,7 +14,6 @@ import sys
 from itertools import product
 
 import torch
-from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from lockstep.kernels.compile_target import CompileTarget
@@ -47,17 +46,8 @@ def main(quick: bool) -> None:
                 dtype = torch.float32 if tile.splits else torch.bfloat16
                 out = torch.empty(*parts, tokens, N, dtype=dtype, device="meta")
                 launch(x, weight, SPLIT_K, tile, target, out)
-                result = compiled.made[-1]
-                ptx = result.asm["ptx"]
-                assert re.search(PRODUCT[arch], ptx), (arch, tokens)
-                assert "f16.f16" not in ptx, (arch, tokens)
-                # A thread adds each of its outputs once per block, and once per level of the tree.
                 outputs = tile.m * tile.n // (32 * tile.warps)
-                additions = len(re.findall(r"add(?:\.rn)?\.f32 ", ptx))
-                partitions = 1 if tile.splits else SPLIT_K
-                assert additions == outputs * (2 * partitions - 1), (arch, tokens, additions)
-                usage = resource_usage(result.asm["cubin"])
-                print(arch, block_k, tokens, *usage, flush=True)
+                check_code(compiled, arch, outputs, tile.splits, (arch, block_k, tokens))
 
 
 def compile_hopper(block_ks: tuple[int, ...]) -> None:
@@ -71,19 +61,31 @@ def compile_hopper(block_ks: tuple[int, ...]) -> None:
         weight = Fp8Weight.empty(N, K, BLOCK, block_k, device="meta")
         x = torch.empty(tokens, K, dtype=torch.bfloat16, device="meta")
         tile = choose_hopper_tile(tokens, may_split)
-        out: Tensor = torch.empty(tokens, N, dtype=torch.bfloat16, device="meta")
-        if tile.splits:
-            out = torch.empty(SPLIT_K, tokens, N, device="meta")
+        parts = (SPLIT_K,) if tile.splits else ()
+        dtype = torch.float32 if tile.splits else torch.bfloat16
+        out = torch.empty(*parts, tokens, N, dtype=dtype, device="meta")
         launch_hopper(x, weight, SPLIT_K, tile, target, out)
-        result = compiled.made[-1]
-        ptx = result.asm["ptx"]
-        assert re.search(PRODUCT[90], ptx), tokens
-        partitions = 1 if tile.splits else SPLIT_K
         # Two consumers, each with the code of every partition.
         outputs = 2 * ROWS.value * tile.tokens // 128
-        additions = len(re.findall(r"add(?:\.rn)?\.f32 ", ptx))
-        assert additions == outputs * (2 * partitions - 1), (tokens, tile, additions)
-        print("hopper", block_k, tokens, tile, *resource_usage(result.asm["cubin"]), flush=True)
+        check_code(compiled, 90, outputs, tile.splits, ("hopper", block_k, tokens, tile))
+
+
+def check_code(
+    compiled: Compiled, arch: int, outputs: int, splits: bool, label: tuple[object, ...]
+) -> None:
+    """Assert that the last kernel has the instruction and the additions; print its resource usage.
+
+    outputs: elements of the result in the code of a thread. splits: partials go to memory.
+    """
+    result = compiled.made[-1]
+    ptx = result.asm["ptx"]
+    assert re.search(PRODUCT[arch], ptx), label
+    assert "f16.f16" not in ptx, label
+    # A thread adds each of its outputs once per block, and once per level of the tree.
+    partitions = 1 if splits else SPLIT_K
+    additions = len(re.findall(r"add(?:\.rn)?\.f32 ", ptx))
+    assert additions == outputs * (2 * partitions - 1), (label, additions)
+    print(*label, *resource_usage(result.asm["cubin"]), flush=True)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def widths(arch: int, call: Callable[[], object], full: bool) -> tuple[set[str],
     """Return (kWidth of the products' operands in the first kernel that a call launches, whether
     they are wgmma).
 
-    whole: compile down to machine code.
+    full: compile down to machine code.
     """
     results: list[Any] = []
     compile_launches.HOPPER = GPUTarget("cuda", arch, 32)

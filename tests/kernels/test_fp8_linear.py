@@ -95,7 +95,7 @@ def test_infinity_and_nan_reach_the_product(backend: Backend, block_k: int) -> N
 def test_division_of_kernels_is_that_of_fp32(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For scales and numbers of all magnitudes, zeros of both signs, infinities and NaN."""
+    """Divide numbers of all magnitudes, zeros of both signs, infinities and NaN."""
     from tests.kernels.divide import divide_kernel
 
     if backend.interpreted:
@@ -190,7 +190,7 @@ def test_order_within_a_block_changes_no_bit_on_a_cpu(block_k: int) -> None:
 def test_prepacked_weight_has_the_bits_of_its_definition(
     dtype: torch.dtype, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one tile, and in tiles of which the last one has one output."""
+    """The weight is one tile, or several of which the last one has one output."""
     monkeypatch.setattr(cpu, "TILE_OUTPUTS", tile)
     x = torch.randn(9, 300, generator=torch.Generator().manual_seed(6)).to(dtype)
     weight = random_weight(33, 300, 128, 128)

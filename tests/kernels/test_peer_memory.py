@@ -18,23 +18,23 @@ SECONDS = 60
 
 def exchange_keys(store: dist.Store, rank: int, first: int) -> list[bytes]:
     """Do what torch does in a rendezvous: gather twice, wait for a barrier, gather again."""
-    handles = []
+    values = []
     for number in (first, first + 1):
         store.set(f"Memory/{number}/{rank}", f"{number - first} of {rank}")
-        handles += store.multi_get([f"Memory/{number}/{other}" for other in range(2)])
+        values += store.multi_get([f"Memory/{number}/{other}" for other in range(2)])
     store.barrier(f"Memory/{first + 2}", 2)
     store.set(f"Memory/{first + 3}/{rank}", str(rank))
-    return [*handles, *(store.get(f"Memory/{first + 3}/{other}") for other in range(2))]
+    return [*values, *(store.get(f"Memory/{first + 3}/{other}") for other in range(2))]
 
 
 def test_ranks_meet_that_count_exchanges_from_different_numbers() -> None:
     shared = dist.HashStore()
-    handles: dict[int, list[bytes]] = {}
+    values: dict[int, list[bytes]] = {}
 
     def run(rank: int, first: int) -> None:
         store = RendezvousStore(shared)
         # C++ calls the methods through the prefix, as it does in a rendezvous.
-        handles[rank] = exchange_keys(dist.PrefixStore("lockstep-2f", store), rank, first)
+        values[rank] = exchange_keys(dist.PrefixStore("lockstep-2f", store), rank, first)
 
     threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in ((0, 0), (1, 17))]
     for thread in threads:
@@ -42,7 +42,7 @@ def test_ranks_meet_that_count_exchanges_from_different_numbers() -> None:
     for thread in threads:
         thread.join(SECONDS)
     expected = [b"0 of 0", b"0 of 1", b"1 of 0", b"1 of 1", b"0", b"1"]
-    assert handles == {0: expected, 1: expected}
+    assert values == {0: expected, 1: expected}
 
 
 def test_a_key_without_a_number_stays() -> None:
@@ -89,11 +89,11 @@ def test_a_process_is_rank_0_of_one_group_after_another() -> None:
     """An LLM in this process is built, closed and built again: rank 1 is a new process."""
     code = "from tests.kernels.test_peer_memory import _join_twice; _join_twice()"
     # One GPU serves both ranks where there is no second one.
-    handles = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"},
         capture_output=True,
         text=True,
         timeout=SECONDS * 2,
     )
-    assert handles.stdout == "joined twice\n", handles.stderr
+    assert result.stdout == "joined twice\n", result.stderr

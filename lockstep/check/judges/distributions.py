@@ -23,12 +23,12 @@ from lockstep.check.engines import CheckEngine
 from lockstep.check.judges import numpy_sampler
 from lockstep.check.judges.plain_runs import PlainRuns
 from lockstep.check.matrix.setups import SAMPLING, Setup
-from lockstep.check.report.progress import Progress, no_progress
 from lockstep.check.report.report import Report, Tally
 from lockstep.check.scenarios.scenario import Kind
 from lockstep.example_prompts import short_prompts
 from lockstep.kernels.threads import one_thread
 from lockstep.llm import LLM
+from lockstep.progress import Progress, ignore_progress
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import RowSpec
@@ -389,7 +389,7 @@ def run_sampling(
     num_samples: int,
     report: Report,
     fail_fast: bool = False,
-    progress: Progress = no_progress,
+    progress: Progress = ignore_progress,
     deadline: Deadline = NO_DEADLINE,
 ) -> None:
     """Run the tests and add them to the report. num_samples: 0 for no tests."""

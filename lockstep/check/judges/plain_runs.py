@@ -328,41 +328,28 @@ def thought_tags(llm: LLM) -> tuple[int, int] | None:
 
 
 def closing_tag(llm: LLM) -> int | None:
-    """Return the token that ends a thought, None if no conversation can begin one."""
-    tags = thought_tags(llm)
-    if tags is None or not begins_in_thought(llm, Conversation("a", thinks=True)):
-        return None
-    return tags[1]
+    """Return the token that ends a thought, None if no prompt begins one."""
+    thought = thought_of(llm, Conversation("a", thinks=True))
+    return None if thought is None or thought.opening is not None else thought.closing
 
 
 def thought_of(llm: LLM, conversation: Conversation) -> numpy_sampler.Thought | None:
     """Return the thought with which the answer to a conversation begins or may begin.
 
-    Where the prompt ends with neither tag, the answer may write the first one.
+    Where the prompt ends with neither tag, the answer may write the first one. The prompt decides
+    and not `thinks`, since templates of models that always think ignore it.
     """
-    tags = thought_tags(llm)
-    if tags is None:
+    tokens = thought_tags(llm)
+    if tokens is None:
         return None
-    opening, closing = tags
-    if begins_in_thought(llm, conversation):
+    opening, closing = tokens
+    begin, end = llm.processor._reasoning.TAGS
+    prompt = rendered(llm, conversation).text.rstrip()
+    if prompt.endswith(begin):
         return numpy_sampler.Thought(closing)
-    if _prompt_ends_with(llm, conversation, 1):
+    if prompt.endswith(end):
         return None
     return numpy_sampler.Thought(closing, opening=opening)
-
-
-def begins_in_thought(llm: LLM, conversation: Conversation) -> bool:
-    """Return whether the prompt ends with the tag that begins a thought.
-
-    Templates of models that always think ignore `enable_thinking`.
-    """
-    return _prompt_ends_with(llm, conversation, 0)
-
-
-def _prompt_ends_with(llm: LLM, conversation: Conversation, index: int) -> bool:
-    """Return whether the prompt ends with the tag of this index: 0 begins a thought, 1 ends it."""
-    tags = getattr(llm.processor._reasoning, "TAGS", None)
-    return tags is not None and rendered(llm, conversation).text.rstrip().endswith(tags[index])
 
 
 def _within_budget(

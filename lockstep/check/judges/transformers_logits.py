@@ -24,12 +24,12 @@ from lockstep.check.matrix.setups import (
     Setup,
     long_prompt_length,
 )
-from lockstep.check.report.progress import Progress, no_progress
 from lockstep.check.report.report import Report, Tally
 from lockstep.doctor.system import GIB, free_memory
 from lockstep.example_prompts import long_prompt, short_prompts
 from lockstep.llm import LLM
 from lockstep.models.gguf.folder import has_gguf
+from lockstep.progress import Progress, ignore_progress
 from lockstep.sampling_params import SamplingParams
 from lockstep.worker.executor import executor_of
 
@@ -93,7 +93,7 @@ def relative_difference(ours: Tensor, theirs: Tensor) -> Tensor:
 def run_oracle(
     plain: CheckEngine,
     report: Report,
-    progress: Progress = no_progress,
+    progress: Progress = ignore_progress,
     deadline: Deadline = NO_DEADLINE,
 ) -> float | None:
     """Run the comparison, and add it to the report, or the reason why there is none.

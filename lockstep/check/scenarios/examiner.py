@@ -18,7 +18,6 @@ from lockstep.check.judges.plain_runs import SERVED, PlainRuns
 from lockstep.check.judges.trace import compare, traced
 from lockstep.check.matrix.setups import SCENARIO, Setup, Size
 from lockstep.check.report.coverage import Coverage
-from lockstep.check.report.progress import Progress
 from lockstep.check.report.report import Failure, Report, Tally
 from lockstep.check.scenarios.driver import FAILED_STEPS, OTHER_ROWS, REUSED_IDS
 from lockstep.check.scenarios.features import Event
@@ -29,6 +28,7 @@ from lockstep.check.scenarios.scenario import Kind, Scenario, write_scenario
 from lockstep.check.scenarios.shrink import minimise
 from lockstep.check.shard import WHOLE, Shard
 from lockstep.errors import LockstepError
+from lockstep.progress import Progress
 from lockstep.spec import prediction
 
 Build = Callable[[Kind], CheckEngine]

@@ -567,12 +567,13 @@ def _stops(writer: RequestWriter, draft: Draft) -> None:
             return
         # Characters of the tokens before `reach`, if all tokens have equally many.
         earliest = min(len(text) * (reach - 1) // len(probed.token_ids), len(text) - 4)
-        begin = _new_text_from(rng, text, max(earliest, 1))
+        earliest = max(earliest, 1)
+        begin = _new_text_from(rng, text, earliest)
         # The other string never occurs: the search has several strings.
         absent = ["\N{SNOWMAN}"] if rng.random() < 0.4 else []
         length = rng.randrange(2, 8)
         if length > 2:
-            begin = writer.begin_across_tokens(probed, begin, max(earliest, 1))
+            begin = writer.begin_across_tokens(probed, begin, earliest)
         draft.params["stop"] = [text[begin : begin + length], *absent]
         draft.params["include_stop_str_in_output"] = rng.random() < 0.5
         draft.params["ignore_eos"] = draft.is_usual("grammar")

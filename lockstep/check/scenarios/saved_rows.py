@@ -62,16 +62,14 @@ def _start(worker: Worker) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def update(schedule: Schedule) -> None:
-        if schedule.swap_out:
-            for swap in schedule.swap_out:
-                lines[swap.request_id] = [tensor[swap.row].clone() for tensor in tensors]
-            update_rows(replace(schedule, swap_in=[], admissions=[], grants=[]))
-            # Without this, a value that is not moved would still be there in an unused row.
-            for swap in schedule.swap_out:
-                for tensor in tensors:
-                    poison(tensor[swap.row], generator)
-            schedule = replace(schedule, swap_out=[])
-        update_rows(schedule)
+        for swap in schedule.swap_out:
+            lines[swap.request_id] = [tensor[swap.row].clone() for tensor in tensors]
+        update_rows(replace(schedule, swap_in=[], admissions=[], grants=[]))
+        # Without this, a value that is not moved would still be there in an unused row.
+        for swap in schedule.swap_out:
+            for tensor in tensors:
+                poison(tensor[swap.row], generator)
+        update_rows(replace(schedule, swap_out=[]))
         for swap in schedule.swap_in:
             for tensor, line in zip(tensors, lines.pop(swap.request_id), strict=True):
                 if not torch.equal(tensor[swap.row], line):

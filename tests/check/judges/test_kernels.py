@@ -6,10 +6,10 @@ from lockstep.check.checked_model import CheckedModel
 from lockstep.check.deadline import TIME_UP, Deadline
 from lockstep.check.judges.kernels import add_kernels, run_kernels
 from lockstep.check.report.coverage import Coverage
-from lockstep.check.report.progress import no_progress
 from lockstep.check.report.report import Report
 from lockstep.doctor.children import Finding
 from lockstep.doctor.kernels import ExaminedBackend, KernelReport
+from lockstep.progress import ignore_progress
 
 FINDING = Finding("rms_norm", "fast", "crash", "call", "1x80", "sm_86", ("blocking",), "SIGABRT")
 
@@ -35,7 +35,7 @@ def test_kernels_of_the_users_settings_are_listed(model: str) -> None:
     """No examination begins after the deadline, so every kernel is listed."""
     settings = {"load_format": "dummy", "device": "cpu", "kv_cache_dtype": "fp8"}
     report = Report("quick")
-    run_kernels(CheckedModel(model, settings, report, no_progress), Deadline.after(0.0))
+    run_kernels(CheckedModel(model, settings, report, ignore_progress), Deadline.after(0.0))
     late = report.not_exercised()[TIME_UP]
     assert {part.partition(" by ")[0] for part in late} >= {"kernel linear", "kernel sample"}
     assert (report.cases, report.failed) == (0, 0)
@@ -45,5 +45,5 @@ def test_kernels_of_the_users_settings_are_listed(model: str) -> None:
 def test_kernels_of_a_tiny_model_are_healthy(model: str) -> None:
     settings = {"load_format": "dummy", "device": "cpu"}
     report = Report("quick")
-    run_kernels(CheckedModel(model, settings, report, no_progress))
+    run_kernels(CheckedModel(model, settings, report, ignore_progress))
     assert report.cases > 10 and report.failed == 0, report.verdict
