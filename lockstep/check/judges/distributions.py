@@ -398,6 +398,13 @@ def run_sampling(
     progress("sampling: finding a context", 0, 0)
     setup = Setup(oracle_drafter.NAME, NUM_DRAFTS, SAMPLING, "none")
     context = find_context(plain)
+    bad = context.raw_logits.isnan() | context.raw_logits.isposinf()
+    if bad.any():
+        token = int(bad.nonzero()[0])
+        logit = float(context.raw_logits[token])
+        report.fail(setup, "context", f"the logit of token {token} is {logit}")
+        report.add(Tally(setup, 1, 1, 0.0, "finite logits"))
+        return
     engine = build(Kind(oracle_drafter.NAME, NUM_DRAFTS, buckets=(ROWS,)))
     sampling = EngineSampler(engine.llm, context)
     started = time.monotonic()

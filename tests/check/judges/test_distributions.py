@@ -77,6 +77,20 @@ def test_a_sound_sampler_passes(failed_tests: Callable[..., set[str]]) -> None:
     assert failed_tests() == set()
 
 
+@pytest.mark.parametrize("logit", [float("nan"), float("inf")])
+def test_logits_that_no_distribution_has_are_a_failure(
+    plain: PlainRuns, monkeypatch: pytest.MonkeyPatch, logit: float
+) -> None:
+    context = distributions.find_context(plain)
+    raw_logits = context.raw_logits.clone()
+    raw_logits[7] = logit
+    broken = replace(context, raw_logits=raw_logits)
+    monkeypatch.setattr(distributions, "find_context", lambda _: broken)
+    report = Report("quick", "")
+    run_sampling(plain, lambda kind: pytest.fail("no engine is needed"), 48, report)
+    assert [failure.what for failure in report.failures] == [f"the logit of token 7 is {logit}"]
+
+
 def half_seeds(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     return UNIFORM(seed & 0xFFFFFFFF, positions, ids)
 
