@@ -19,9 +19,9 @@ SUM = re.compile(
 def stop_after(stage: str) -> Callable[..., tuple[str, str] | None]:
     """Return a hook into Triton's stages that ends a compilation after "ttgir" or "llir".
 
-    The ttgir holds the layouts, and with the llir the bytes of shared memory are known. The two
-    later stages, ptx and machine code, take a third of the time of a compilation. The hook's key is
-    a part of the key of Triton's cache.
+    The ttgir contains the layouts, and the llir is the first stage with the bytes of shared memory.
+    The two later stages, ptx and machine code, take a third of the time of a compilation. The
+    hook's key is a part of the key of Triton's cache.
     """
     key = f"stop after {stage}"
 

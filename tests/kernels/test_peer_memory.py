@@ -89,11 +89,11 @@ def test_a_process_is_rank_0_of_one_group_after_another() -> None:
     """An LLM in this process is built, closed and built again: rank 1 is a new process."""
     code = "from tests.kernels.test_peer_memory import _join_twice; _join_twice()"
     # One GPU serves both ranks where there is no second one.
-    handles = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"},
         capture_output=True,
         text=True,
         timeout=SECONDS * 2,
     )
-    assert handles.stdout == "joined twice\n", handles.stderr
+    assert result.stdout == "joined twice\n", result.stderr
