@@ -163,7 +163,7 @@ def test_processes_that_start_together_compile_a_kernel_once(tmp_path: Path) -> 
 
 
 def load_double(folder: Path, text: str) -> Any:
-    """Write a module, which then is in a folder of its own, and return its kernel."""
+    """Write a module into a folder, and return its kernel."""
     folder.mkdir(exist_ok=True)
     path = folder / "kernel_of_processes.py"
     path.write_text(text)
@@ -329,13 +329,13 @@ def test_full_disk(tmp_path: Path) -> None:
 def test_unused_folders_are_deleted(folder: Path) -> None:
     """Machine code of other sources goes after UNUSED_DAYS, when new sources make a folder."""
     ages = (0, 29, 31)
-    others = [folder.parent / f"days_{age}" for age in ages]
-    for age, other in zip(ages, others, strict=True):
-        other.mkdir()
-        (other / "double.machine_code").touch()
-        old = time.time() - age * 24 * 3600
-        os.utime(other, (old, old))
+    neighbours = [folder.parent / f"days_{age}" for age in ages]
+    for age, neighbour in zip(ages, neighbours, strict=True):
+        neighbour.mkdir()
+        (neighbour / "double.machine_code").touch()
+        used = time.time() - age * 24 * 3600
+        os.utime(neighbour, (used, used))
     assert disk_cache._make_writable(folder)
-    assert all(other.exists() for other in others)
+    assert all(neighbour.exists() for neighbour in neighbours)
     assert disk_cache._make_writable(folder.parent / "new")
-    assert [other.exists() for other in others] == [True, True, False]
+    assert [neighbour.exists() for neighbour in neighbours] == [True, True, False]

@@ -116,6 +116,12 @@ def test_quantized_tiles_have_the_bits_of_their_values(name: str) -> None:
         assert same_bits(quantized.multiply(x[:rows]), dense.multiply(x[:rows])), rows
 
 
+def test_tiles_refuse_rows_of_another_width() -> None:
+    weight = TiledWeight(torch.zeros(32, 48))
+    with pytest.raises(ValueError, match="x: 47 columns; the weight has 48"):
+        weight.multiply(torch.zeros(3, 47))
+
+
 def test_formats_that_no_kernel_dequantizes() -> None:
     """Other formats, and groups or columns that a kernel would read past, are dequantized."""
     formats = dict(random_weights(70, 288))

@@ -113,8 +113,8 @@ def test_unknown_online_quantization_is_refused(dense_folder: Path, method: str)
 
 def test_quantized_checkpoint_refuses_other_formats() -> None:
     settings = {"quant_method": "auto-round", "bits": 4, "group_size": 128}
-    for own in ("auto-round", "auto_round", "intel/auto-round", None):
-        assert read_weight_format(settings, own) is not None
+    for method in ("auto-round", "auto_round", "intel/auto-round", None):
+        assert read_weight_format(settings, method) is not None
     for other in ("int4", "fp8", "gptq", "int3"):
         with pytest.raises(ConfigError, match="quantized already, as auto-round") as caught:
             read_weight_format(settings, other)

@@ -41,9 +41,9 @@ def test_needed_bytes_is_the_smallest_fitting_gpu(
     make_engine = explain.DryEngine
     engines: dict[str, DryEngine] = {}
 
-    def engine_of(config: EngineConfig, *others: Any) -> DryEngine:
+    def engine_of(config: EngineConfig, *arguments: Any) -> DryEngine:
         key = repr(config)
-        engines[key] = engines.get(key) or make_engine(config, *others)
+        engines[key] = engines.get(key) or make_engine(config, *arguments)
         return engines[key]
 
     monkeypatch.setattr(explain, "DryEngine", engine_of)

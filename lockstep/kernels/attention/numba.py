@@ -53,6 +53,7 @@ def paged_attention_numba(
     )
     gate_address = gate_stride = 0
     if kernel_gates is not None:
+        # The kernel reads the first 2 * heads * dim columns; the projection may have more.
         columns = max(kernel_gates.shape[1], 2 * heads * dim)
         gate_address, gate_stride = address_of_rows("gates", kernel_gates, q.dtype, tokens, columns)
     operands = (

@@ -50,7 +50,7 @@ ROWS = gl.constexpr(64)
 """Outputs of a consumer warpgroup: the M of a wgmma."""
 WIDE = gl.constexpr(128)
 """Tokens of the widest tile."""
-CTA_ROWS = 2 * 64
+CTA_ROWS = 2 * ROWS.value
 """Outputs of a tile."""
 CODES_LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
 """128-byte swizzle of codes: wgmma reads a block, and TMA writes it, without bank conflicts."""
@@ -290,9 +290,9 @@ class HopperTile:
 STAGES = {16: 11, 32: 10, 64: 8, WIDE.value: 6}
 """Pipeline stages by tokens of a tile: the most that fit next to the buffer of the epilogue."""
 NARROW = 64
+"""Maximum tokens of a narrow tile."""
 MAX_NARROW = 512
-"""Maximum tokens of a product that goes in tiles of NARROW tokens or fewer, each of one split-K
-partition."""
+"""Maximum tokens of a product in narrow tiles, each of one split-K partition."""
 GROUP = 16
 """Row tiles that share a column tile's weights in L2."""
 
@@ -302,10 +302,9 @@ def choose_hopper_tile(tokens: int, may_split: bool) -> HopperTile:
 
     Times are in docs/kernels/fp8_linear.md.
     """
-    size = next(size for size in STAGES if min(tokens, NARROW) <= size)
-    if tokens > MAX_NARROW:
-        size = WIDE.value
-    return HopperTile(size, STAGES[size], may_split and tokens <= MAX_NARROW)
+    is_narrow = tokens <= MAX_NARROW
+    size = next(s for s in STAGES if min(tokens, NARROW) <= s) if is_narrow else WIDE.value
+    return HopperTile(size, STAGES[size], may_split and is_narrow)
 
 
 def fits(weight: Fp8Weight, split_k: int) -> bool:

@@ -45,11 +45,10 @@ def gated_delta_step_numba(
     b, b_stride = token_stride(b)
     a, a_stride = token_stride(a)
     taps = weights.conv.t().contiguous()
-    history = len(taps) - 1
     history_entries = slot_count * entries
     operands = (
         mixed.data_ptr(), z.data_ptr(), b.data_ptr(), a.data_ptr(),
-        address("conv weight", taps, dtype, (history + 1) * channels),
+        address("conv weight", taps, dtype, len(taps) * channels),
         address("a_log", weights.a_log, torch.float32, hv),
         address("dt_bias", weights.dt_bias, torch.float32, hv),
         address("norm weight", weights.norm, dtype, dv),
@@ -61,7 +60,7 @@ def gated_delta_step_numba(
         address("slots", slots, torch.int64, rows), address("starts", starts, torch.int32, rows),
         address("folded", folded, torch.int32, rows),
         optional_address("committed", committed, torch.int32, rows), out.data_ptr(),
-        window, hk, hv, dk, dv, history, conv_len, entries, state.grid,
+        window, hk, hv, dk, dv, len(taps) - 1, conv_len, entries, state.grid,
         mixed_stride, z_stride, b_stride, a_stride, weights.eps, flush,
     )  # fmt: skip
     kernel = KERNELS[dtype, state.recurrent.dtype]

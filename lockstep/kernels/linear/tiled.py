@@ -74,15 +74,14 @@ class ColumnTiles(PrepackedWeight):
         """See PrepackedWeight."""
         n, k = self.shape
         rows, columns = x.shape
+        if columns != k:
+            raise ValueError(f"x: {columns} columns; the weight has {k}")
         if out is None:
             out = torch.empty(rows, n, dtype=self.dtype)
         out_address, out_stride = address_of_rows("out", out, self.dtype, rows, n)
         wide = x.float().contiguous()
-        x_address = address("x", wide, torch.float32, rows * k)
-        if columns != k:
-            raise ValueError(f"x: {columns} columns; the weight has {k}")
         sizes = (out_address, rows, n, k, out_stride)
-        arguments = (x_address, *self.operands, *sizes)
+        arguments = (address("x", wide, torch.float32, rows * k), *self.operands, *sizes)
         split_range(-(-n // TILE), lambda begin, end: self.kernel(*arguments, begin, end))
         return out
 

@@ -43,12 +43,12 @@ def rope_and_cache_numba(
         qkv = qkv.contiguous()
     if q_weight is None or k_weight is None:
         q_weight = k_weight = None
-    half = 0 if cos is None or sin is None else cos.shape[1]
-    if 2 * half > dim:
-        raise ValueError(f"cos: {half} angles rotate {2 * half} dims; a head has {dim}")
     if cos is None or sin is None:
         cos = sin = None
+    half = 0 if cos is None else cos.shape[1]
     angles = 0 if cos is None else cos.numel()
+    if 2 * half > dim:
+        raise ValueError(f"cos: {half} angles rotate {2 * half} dims; a head has {dim}")
     positions = positions.long()
     KERNELS[qkv.dtype](
         qkv.data_ptr(),

@@ -209,13 +209,8 @@ def _warn_once(folder: str, error: str) -> None:
 class _Locator(_CacheLocator):
     """Place of a kernel's machine code: see cache_folder."""
 
-    def __init__(self, function, file: str) -> None:
+    def __init__(self, function) -> None:
         self.function = function
-        self.file = file
-
-    @classmethod
-    def from_function(cls, py_func, py_file):
-        return cls(py_func, py_file)
 
     def ensure_cache_path(self) -> None:
         """Do nothing: cache_folder() has made the folder, and save() reports what fails."""
@@ -225,7 +220,8 @@ class _Locator(_CacheLocator):
 
     def get_source_stamp(self) -> tuple[str, str]:
         """Return what decides the machine code besides INLINED: the kernel's module and file."""
-        return self.function.__module__, hashlib.sha256(Path(self.file).read_bytes()).hexdigest()
+        file = Path(inspect.getfile(self.function))
+        return self.function.__module__, hashlib.sha256(file.read_bytes()).hexdigest()
 
     def get_disambiguator(self) -> str:
         return str(self.function.__code__.co_firstlineno)
@@ -238,7 +234,7 @@ class _Contents(CompileResultCacheImpl):
         # Numba's constructor would take a locator of NUMBA_CACHE_LOCATOR_CLASSES if that is set.
         # Its stamp leaves out inlined files, so old machine code would be used.
         self._lineno = function.__code__.co_firstlineno
-        self._locator = _Locator(function, inspect.getfile(function))
+        self._locator = _Locator(function)
         self._filename_base = function.__name__
 
 
