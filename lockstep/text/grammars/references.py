@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.errors import RequestError
 from lockstep.sampling_params import MAX_GRAMMAR_CHARACTERS
-from lockstep.text.grammars.rewriting import NOTES, rewrite
+from lockstep.text.grammars.rewriting import DEFINITIONS, NOTES, rewrite
 from lockstep.text.parsers.schema import json_type, target
 
 Json = dict[str, Any]
@@ -255,4 +255,4 @@ def _names_of(pattern: str) -> set[str]:
 def _without_definitions(part: Any) -> Any:
     if not isinstance(part, dict):
         return part
-    return {k: v for k, v in part.items() if k not in (HOISTED, "definitions")}
+    return {k: v for k, v in part.items() if k not in DEFINITIONS}
