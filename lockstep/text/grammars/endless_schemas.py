@@ -2,7 +2,8 @@
 
 An example is an object that requires a property of its schema: no answer could complete it.
 A requirement of a schema lists schemas of which at least one must have a finite value. A schema has
-a finite value if all of its requirements are met. The search takes a time linear in the schema.
+a finite value if all of its requirements are met. The search takes a time linear in the schema, and
+walks through it once more for each anchor that a reference names.
 """
 
 from collections import defaultdict
