@@ -21,7 +21,7 @@ from lockstep.errors import EngineDeadError, RequestError, brief
 from lockstep.keywords import CALL, check_keywords
 from lockstep.llm import build_remote_engine, processor_of
 from lockstep.outputs import RequestOutput, ScoreOutput
-from lockstep.progress import Progress
+from lockstep.progress import Progress, ignore_progress
 from lockstep.request_group import RequestGroup
 from lockstep.sampling_params import RequestOutputKind, SamplingParams
 from lockstep.text.model_tokenizer import ModelTokenizer
@@ -45,10 +45,6 @@ REMEDY = "Make a new AsyncLLM."
 GENERATE = ("prompt", "sampling_params", "request_id", "priority", "lora_request")
 
 
-def _ignore_progress(what: str, done: int, of: int) -> None:
-    """Ignore progress."""
-
-
 class AsyncLLM:
     """A model and its tokenizer, for many coroutines of one event loop.
 
@@ -66,7 +62,7 @@ class AsyncLLM:
         model: str | None = None,
         *,
         disable_frontend_multiprocessing: bool = False,
-        progress: Progress = _ignore_progress,
+        progress: Progress = ignore_progress,
         **settings: Any,
     ) -> None:
         config, text = EngineArgs(model, **settings).read()

@@ -21,7 +21,7 @@ from lockstep.engine_builder import build_engine
 from lockstep.errors import EngineDeadError, RequestError, brief
 from lockstep.keywords import CALL, CHAT, METHODS, check_keywords
 from lockstep.outputs import RequestOutput, ScoreOutput
-from lockstep.progress import Progress, progress_bar
+from lockstep.progress import Progress, ignore_progress, progress_bar
 from lockstep.request_group import ReplyReader, RequestGroup
 from lockstep.sampling_params import SamplingParams
 from lockstep.text.grammars.tool_calls import ToolChoice
@@ -90,10 +90,6 @@ def build_remote_engine(
     return engine, processor.grammar_of
 
 
-def _ignore_progress(what: str, done: int, of: int) -> None:
-    """Ignore progress."""
-
-
 class LLM:
     """Model and tokenizer for offline inference.
 
@@ -113,7 +109,7 @@ class LLM:
         self,
         model: str | None = None,
         *,
-        progress: Progress = _ignore_progress,
+        progress: Progress = ignore_progress,
         **settings: Any,
     ) -> None:
         config, text = EngineArgs(model, **settings).read()
@@ -279,7 +275,7 @@ class LLM:
         for group in groups:
             for request in group.requests:
                 engine.check(request)
-        with progress_bar() if use_tqdm else nullcontext(_ignore_progress) as show:
+        with progress_bar() if use_tqdm else nullcontext(ignore_progress) as show:
             _Call(self._running_client(), groups, on_progress, partial(show, "answers")).run()
         return [group.output for group in groups]
 

@@ -351,10 +351,7 @@ class ProcessTransport:
             self._restart_times.clear()
             return True
         now = time.monotonic()
-        if (
-            len(self._restart_times) == MAX_RESTARTS
-            and now - self._restart_times[0] < RESTART_WINDOW
-        ):
+        if _are_too_many(self._restart_times, now):
             log.error("%d restarts in %g s: no more", MAX_RESTARTS, RESTART_WINDOW)
             return False
         self._restart_times.append(now)
@@ -364,8 +361,7 @@ class ProcessTransport:
         """Count an engine that was lost in an audit; stop audits where that repeats."""
         now = time.monotonic()
         self._audit_losses.append(now)
-        is_full = len(self._audit_losses) == MAX_RESTARTS
-        if is_full and now - self._audit_losses[0] < RESTART_WINDOW:
+        if _are_too_many(self._audit_losses, now):
             log.error(
                 "%d engines in %g s were lost in audits, the last one in %s: no more audits",
                 *(MAX_RESTARTS, RESTART_WINDOW, ", ".join(self._begun_ids)),
@@ -401,3 +397,8 @@ class ProcessTransport:
         self._commands = queue.SimpleQueue()
         if self._are_audits_stopped:
             self._commands.put(StopAudits())
+
+
+def _are_too_many(times: deque[float], now: float) -> bool:
+    """Return whether the latest MAX_RESTARTS times are all within RESTART_WINDOW."""
+    return len(times) == MAX_RESTARTS and now - times[0] < RESTART_WINDOW

@@ -1,25 +1,20 @@
-"""Exclusive bounds at whole numbers, which llguidance 1.9.1 allows themselves in some ranges.
+"""Exclusive bounds at whole numbers: in some ranges llguidance 1.9.1 allows the bound itself.
 
 For {"exclusiveMinimum": 0, "maximum": 0.5} its grammar allows 0: the range has no other whole
-number, and the bound remains as the part before the point. Bounds with a fraction are obeyed, and
-so is the bound that is further from 0. That one must stay: of an upper bound 0.999 the grammar
-refuses 0.9 and 0.99 too.
+number, and the bound remains as the part before the point. Bounds with a fraction are obeyed. So is
+the bound of a range that is further from 0. That bound must not be moved: for an upper bound 0.999
+the grammar refuses 0.9 and 0.99 too.
 """
 
 from decimal import Decimal
 from typing import Any
 
 from lockstep.text.grammars.multiples import combines, objects_in
-from lockstep.text.grammars.numbers import MAX_DIGITS, is_number, to_decimal
+from lockstep.text.grammars.numbers import LOWER, MAX_DIGITS, UPPER, is_number, to_decimal
 from lockstep.text.grammars.rewriting import rewrite
 
 STEP_FROM_ZERO = Decimal("1e-30")
 """Distance from 0 to the bound that replaces it."""
-SIDES = (
-    ("minimum", "exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1),
-    ("maximum", "exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1),
-)
-"""Inclusive and exclusive keyword of a bound, keywords of the opposite one, inward direction."""
 Json = dict[str, Any]
 
 
@@ -33,9 +28,8 @@ def move_whole_bounds(schema: Json) -> Json:
     def change(node: Json) -> Json:
         if node.get("type") == "integer":
             return node
-        for side in SIDES:
-            node = _moved(node, *side, joined)
-        return node
+        node = _moved(node, LOWER, UPPER, 1, joined)
+        return _moved(node, UPPER, LOWER, -1, joined)
 
     moved: Json = rewrite(schema, change)
     return moved
@@ -43,12 +37,17 @@ def move_whole_bounds(schema: Json) -> Json:
 
 def _moved(
     node: Json,
-    inclusive: str,
-    exclusive: str,
+    keywords: tuple[str, str],
     opposite: tuple[str, str],
     direction: int,
     joined: bool,
 ) -> Json:
+    """Return a number's schema with one exclusive bound moved.
+
+    keywords: inclusive and exclusive keyword of the bound. opposite: those of the other bound.
+    direction: 1 to move up, -1 to move down. joined: other schemas may have the opposite bound.
+    """
+    inclusive, exclusive = keywords
     # Draft 4 has a boolean, which makes the other keyword's bound exclusive.
     is_draft_4 = node.get(exclusive) is True
     bound: Any = node.get(inclusive if is_draft_4 else exclusive)
@@ -60,17 +59,17 @@ def _moved(
     widths = [(other - int(bound)) * direction for other in opposite_bounds]
     if not joined and not any(0 < width < 1 for width in widths):
         return node
-    moved_bound = _beside(int(bound), direction, min((w for w in widths if w > 0), default=None))
+    moved_bound = _nearest(int(bound), direction, min((w for w in widths if w > 0), default=None))
     if moved_bound is None:
         return node
     rest = {k: v for k, v in node.items() if not (is_draft_4 and k == inclusive)}
     return {**rest, exclusive: moved_bound}
 
 
-def _beside(bound: int, direction: int, width: Decimal | None) -> float | None:
-    """Return a number of at most MAX_DIGITS digits next to a whole one; None if there is none.
+def _nearest(bound: int, direction: int, width: Decimal | None) -> float | None:
+    """Return a number of at most MAX_DIGITS digits near a whole one; None if there is none.
 
-    width: distance to the opposite bound.
+    width: distance to the opposite bound, which is not reached.
     """
     step = Decimal(1).scaleb(len(str(abs(bound))) - MAX_DIGITS) if bound else STEP_FROM_ZERO
     if width is not None and width <= step:

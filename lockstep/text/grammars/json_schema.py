@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.errors import RequestError, brief
 from lockstep.text.grammars.numbers import first_unsupported
-from lockstep.text.grammars.rewriting import LISTS, MAPS, NOTES, SINGLE, rewrite
+from lockstep.text.grammars.rewriting import DEFINITIONS, LISTS, MAPS, NOTES, SINGLE, rewrite
 from lockstep.text.parsers.schema import target
 
 MAX_DEPTH = 64
@@ -87,10 +87,11 @@ def schemas_in(schema: Any) -> Iterator[LocatedSchema]:
         path, node = pending.pop()
         yield path, node
         if isinstance(node, dict):
-            pending += [(f"{path}.{name}".lstrip("."), part) for name, part in _inner(node)]
+            pending += [(f"{path}.{name}".lstrip("."), part) for name, part in subschemas(node)]
 
 
-def _inner(schema: Json) -> Iterator[tuple[str, Any]]:
+def subschemas(schema: Json) -> Iterator[LocatedSchema]:
+    """Yield the schemas directly in a schema, each with its path there."""
     for key, value in schema.items():
         if key in MAPS and isinstance(value, dict):
             yield from ((f"{key}.{name}", part) for name, part in value.items())
@@ -197,7 +198,7 @@ def definitions_of(schemas: Iterable[Any]) -> Json:
     """Return the definitions at the roots of the schemas."""
     definitions: Json = {}
     for schema in schemas:
-        for name in ("$defs", "definitions"):
+        for name in DEFINITIONS:
             part = schema.get(name) if isinstance(schema, dict) else None
             if isinstance(part, dict):
                 definitions[name] = {**definitions.get(name, {}), **part}

@@ -12,13 +12,12 @@ from typing import Any, NoReturn
 from lockstep.errors import RequestError
 from lockstep.text.grammars.exclusive_bounds import move_whole_bounds
 from lockstep.text.grammars.integer_bounds import add_integer_bounds
+from lockstep.text.grammars.rewriting import DEFINITIONS
 
 Json = dict[str, Any]
 BLANK = r"[\s\x1c-\x1f]"
 """Regex of the characters that str.strip removes."""
 ANY = r"/(.|\n)*/"
-DEFINITION_KEYWORDS = ("$defs", "definitions")
-"""Keywords under which a schema keeps its definitions."""
 UNSUPPORTED_PER_PARAMETER = (
     "patternProperties", "minProperties", "maxProperties", "anyOf", "oneOf", "allOf", "$ref",
     "enum", "const",
@@ -135,9 +134,7 @@ class Rules:
     def json(self, schema: Any, tool: Tool, **options: Any) -> str:
         """Return a rule of JSON that matches a part of the tool's schema."""
         part = dict(schema) if isinstance(schema, dict) else {}
-        definitions = {
-            name: tool.schema[name] for name in DEFINITION_KEYWORDS if name in tool.schema
-        }
+        definitions = {name: tool.schema[name] for name in DEFINITIONS if name in tool.schema}
         options = {"json_allowed_escapes": escapes_of([definitions, part]), **SPACING, **options}
         limited = add_integer_bounds(move_whole_bounds({**definitions, **part}))
         written = json.dumps({**limited, "x-guidance": options})

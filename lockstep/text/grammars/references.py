@@ -4,11 +4,14 @@ References and types are resolved as the tool-call parsers do (parsers/schema.py
 allows what the parser reads as the same type. llguidance knows fewer forms.
 """
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lockstep.text.grammars.rewriting import NOTES, rewrite
+from lockstep.errors import RequestError
+from lockstep.sampling_params import MAX_GRAMMAR_CHARACTERS
+from lockstep.text.grammars.rewriting import DEFINITIONS, NOTES, rewrite
 from lockstep.text.parsers.schema import json_type, target
 
 Json = dict[str, Any]
@@ -29,20 +32,23 @@ COUNTS = frozenset(("minProperties", "maxProperties"))
 ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 
 
-def normalize(schema: Any) -> Any:
-    """Return an equivalent schema in the forms that llguidance reads.
+def normalize(schema: Any, field: str) -> Any:
+    """Return an equivalent schema in the forms that llguidance reads. Raises RequestError.
 
     References point to definitions by plain names, types have JSON Schema's names, open objects say
-    `true`, and unions whose cases have a tag require that tag.
+    `true`, and unions whose cases have a tag require that tag. Patterns that list names become
+    properties.
     """
-    return _Canonical(schema).schema() if isinstance(schema, dict) else schema
+    return _Canonical(schema, field).schema() if isinstance(schema, dict) else schema
 
 
 class _Canonical:
     """Rewriter of one schema. It collects new definitions, each once."""
 
-    def __init__(self, root: Json) -> None:
+    def __init__(self, root: Json, field: str) -> None:
         self._root = root
+        self._field = field
+        self._num_copied = 0
         self._names: dict[tuple[int, str], str] = {}
         self._definitions: Json = {}
         self._pending: list[tuple[str, Callable[[], Any]]] = []
@@ -73,7 +79,7 @@ class _Canonical:
         more = changed.get("additionalProperties")
         if isinstance(more, dict) and not set(more) - set(NOTES):
             changed["additionalProperties"] = True
-        changed = _with_listed_names(changed)
+        changed = self._with_listed_names(changed)
         for keyword in UNIONS:
             changed = self._tagged(changed, keyword)
         return changed
@@ -99,6 +105,60 @@ class _Canonical:
             self._pending.append((f"ref{number}", make))
             self._sources[f"#/{HOISTED}/ref{number}"] = part
         return f"#/{HOISTED}/{self._names[key]}"
+
+    def _with_listed_names(self, node: Json) -> Json:
+        """Return an object's schema in which patterns that list names are properties.
+
+        If all names of a pattern are declared, there or in a schema that is combined with this one,
+        llguidance would allow a comma before a property of the pattern, and find no name for it.
+        """
+        patterns = node.get("patternProperties")
+        properties = node.get("properties") or {}
+        required = node.get("required") or []
+        if not isinstance(patterns, dict) or not isinstance(properties, dict):
+            return node
+        if not isinstance(required, list):
+            return node
+        # A reference may lead to a part that is no schema, with names of any type.
+        declared = {*properties, *(name for name in required if isinstance(name, str))}
+        # llguidance counts properties only where none of the named ones is optional.
+        is_counted = not COUNTS.isdisjoint(node)
+        listed = {pattern: _names_of(pattern) for pattern in patterns}
+        moved = {
+            pattern: names
+            for pattern, names in listed.items()
+            if names and (names <= declared or not is_counted)
+        }
+        if not moved:
+            return node
+        schemas: dict[str, list[Any]] = {name: [part] for name, part in properties.items()}
+        for pattern, names in moved.items():
+            part = patterns[pattern]
+            self._count_copies(part, len(names) - 1)
+            for name in sorted(names):
+                parts = schemas.setdefault(name, [])
+                if part not in parts:
+                    parts.append(part)
+        merged = {
+            n: parts[0] if len(parts) == 1 else {"allOf": parts} for n, parts in schemas.items()
+        }
+        remaining = {p: part for p, part in patterns.items() if p not in moved}
+        rest = {key: value for key, value in node.items() if key != "patternProperties"}
+        kept = {"patternProperties": remaining} if remaining else {}
+        return {**rest, "properties": merged, **kept}
+
+    def _count_copies(self, part: Any, num_copies: int) -> None:
+        """Count the characters of a part's copies. Raises RequestError past the limit of a schema.
+
+        Copies within copies multiply: three levels of 100 names have a million.
+        """
+        self._num_copied += num_copies * len(json.dumps(part))
+        if self._num_copied > MAX_GRAMMAR_CHARACTERS:
+            raise RequestError(
+                f"{self._field}: patternProperties list too many names; allowed: at most "
+                f"{MAX_GRAMMAR_CHARACTERS} characters with one schema for each name. List fewer.",
+                self._field,
+            )
 
     def _tagged(self, node: Json, keyword: str) -> Json:
         """Return a union whose cases require the tag that distinguishes them, if they have one.
@@ -183,41 +243,6 @@ def _with_types(node: Json) -> Json:
     return {**{k: v for k, v in node.items() if k != "type"}, **({"type": named} if named else {})}
 
 
-def _with_listed_names(node: Json) -> Json:
-    """Return an object's schema in which patterns that list names are properties.
-
-    If all names of a pattern are declared, there or in a schema that is combined with this one,
-    llguidance would allow a comma before a property of the pattern, and find no name for it.
-    """
-    patterns, properties = node.get("patternProperties"), node.get("properties") or {}
-    required = node.get("required") or []
-    if not isinstance(patterns, dict) or not isinstance(properties, dict):
-        return node
-    if not isinstance(required, list):
-        return node
-    declared = {*properties, *required}
-    # llguidance counts properties only where none of the named ones is optional.
-    is_counted = not COUNTS.isdisjoint(node)
-    listed = {pattern: _names_of(pattern) for pattern in patterns}
-    moved = {
-        pattern: names
-        for pattern, names in listed.items()
-        if names and (names <= declared or not is_counted)
-    }
-    if not moved:
-        return node
-    merged = dict(properties)
-    for pattern, names in moved.items():
-        for name in sorted(names):
-            parts = [merged[name]] if name in merged else []
-            parts += [patterns[pattern]] if patterns[pattern] not in parts else []
-            merged[name] = parts[0] if len(parts) == 1 else {"allOf": parts}
-    remaining = {p: part for p, part in patterns.items() if p not in moved}
-    rest = {key: value for key, value in node.items() if key != "patternProperties"}
-    kept = {"patternProperties": remaining} if remaining else {}
-    return {**rest, "properties": merged, **kept}
-
-
 def _names_of(pattern: str) -> set[str]:
     """Return the texts that a pattern matches if it is a list of texts, else none."""
     match = NAME_LIST.fullmatch(pattern)
@@ -230,4 +255,4 @@ def _names_of(pattern: str) -> set[str]:
 def _without_definitions(part: Any) -> Any:
     if not isinstance(part, dict):
         return part
-    return {k: v for k, v in part.items() if k not in (HOISTED, "definitions")}
+    return {k: v for k, v in part.items() if k not in DEFINITIONS}

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-MAPS = ("properties", "patternProperties", "$defs", "definitions")
+DEFINITIONS = ("$defs", "definitions")
+"""Keywords of definitions, which restrict values only where a reference leads to them."""
+MAPS = ("properties", "patternProperties", *DEFINITIONS)
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 SINGLE = ("additionalProperties", "additionalItems", "items")
 """Keywords whose values are schemas: in objects by name, in lists, and alone or in lists."""

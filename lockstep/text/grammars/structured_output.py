@@ -139,7 +139,7 @@ def schema_of(value: Any, field: str, strict: bool = True) -> Any:
         check_finite(schema, field)
     else:
         schema = drop_endless(schema)
-    normal_form = normalize(schema)
+    normal_form = normalize(schema, field)
     if normal_form != schema:
         _check_size(normal_form, field)
         check_keywords(normal_form, field)

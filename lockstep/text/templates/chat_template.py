@@ -22,8 +22,8 @@ from lockstep.text.tokenizers.control_tokens import ControlTokens
 Message = dict[str, Any]
 
 MAX_DEPTH = 72
-"""Maximum nesting of a message, a tool or a template variable. Arguments of calls have up to 64
-levels, in 5 of a message."""
+"""Maximum nesting of a message, a tool or a template variable. Arguments of a call have at most 64
+levels, and begin at level 5 of a message."""
 MAX_BITS = 1024
 """Maximum bits of a whole number: those of floats."""
 MAX_TEMPLATE = 1 << 17

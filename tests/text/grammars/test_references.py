@@ -169,7 +169,7 @@ def test_overlapping_oneof_error_suggests_anyof(compiler: Compiler) -> None:
 
 @pytest.mark.parametrize("more", [True, {}, {"description": "anything"}])
 def test_empty_additional_properties_allow_any_value(compiler: Compiler, more: Any) -> None:
-    assert normalize({"additionalProperties": more}) == {"additionalProperties": True}
+    assert normalize({"additionalProperties": more}, "f") == {"additionalProperties": True}
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "pythonic"])
@@ -248,9 +248,30 @@ def test_patterns_of_declared_names_bind_their_values(compiler: Compiler) -> Non
         assert not accepts(compiler, schema, text)
 
 
+def test_patterns_of_one_name_are_combined_in_one_list() -> None:
+    patterns = {"^a$": {"minimum": 1}, "^(a)$": {"minimum": 2}, "^(?:a)$": {"minimum": 3}}
+    normal_form = normalize({"patternProperties": patterns}, "f")
+    assert normal_form == {"properties": {"a": {"allOf": [*patterns.values()]}}}
+
+
+def test_copies_of_names_of_patterns_are_bounded() -> None:
+    schema: dict[str, Any] = DIGIT
+    for _ in range(4):  # 100 million copies from 2,000 characters
+        names = "|".join(f"n{i}" for i in range(100))
+        schema = {"type": "object", "patternProperties": {f"^({names})$": schema}}
+    with pytest.raises(RequestError, match="list too many names"):
+        normalize(schema, "f")
+
+
+def test_names_of_patterns_where_a_reference_leads_to_no_schema() -> None:
+    part = {"patternProperties": {"^a$": DIGIT}, "required": [{}]}
+    with pytest.raises(RequestError, match="'required'"):
+        schema_of({"properties": {"p": {"$ref": "#/x/y"}}, "x": {"y": part}}, "f")
+
+
 @pytest.mark.parametrize("reference", [{}, [1], 5, None])
 @pytest.mark.parametrize("keyword", ["oneOf", "anyOf"])
 def test_reference_in_a_union_may_be_no_text(keyword: str, reference: Any) -> None:
     """The compiler refuses it later, with its place."""
     schema = {keyword: [{"$ref": reference}, {"type": "null"}]}
-    assert normalize(schema) == schema
+    assert normalize(schema, "f") == schema

@@ -145,6 +145,7 @@ def test_no_part_ends_within_a_character(tokenizer):
     st.booleans(),
     st.integers(0, 6),
 )
+@example(["a", " ", "b"], ["a b"], False, 0)  # a stop string in two tokens
 def test_stop_strings_end_the_text_at_the_first_match(tokenizer, words, stop, include, min_tokens):
     ids = tokenizer.encode("".join(words))
     text = Detokenizer(tokenizer, tuple(stop), include, min_tokens=min_tokens)
