@@ -294,7 +294,7 @@ def row(job: Job, output: str, seconds: float) -> str:
 
 
 def main() -> int:
-    """Run the tools side by side and print the table, then every report that is not allowed."""
+    """Run the tools side by side and print a line per job and every report that is not allowed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tool", action="append", choices=list(TOOLS))
     parser.add_argument("--op", action="append", default=[])
@@ -303,16 +303,14 @@ def main() -> int:
     options = parser.parse_args()
     chosen = jobs(options.tool or list(TOOLS), options.op, options.dtype or ["bfloat16", "float32"])
     deadline = time.monotonic() + options.seconds
-    wrong: dict[Job, list[str]] = {}
+    failed = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = pool.map(lambda job: run_job(job, deadline), chosen)
         for job, (output, seconds) in zip(chosen, results, strict=True):
-            wrong[job] = problems(output)
-            print(row(job, output, seconds), flush=True)
-    for job, texts in wrong.items():
-        if texts:
-            print(f"\n{job.tool}, {job}:", *texts[:MAX_REPORTS], sep="\n  ")
-    return 1 if any(wrong.values()) or not chosen else 0
+            texts = problems(output)
+            failed += bool(texts)
+            print(row(job, output, seconds), *texts[:MAX_REPORTS], sep="\n  ", flush=True)
+    return 1 if failed or not chosen else 0
 
 
 if __name__ == "__main__":
