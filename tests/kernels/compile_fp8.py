@@ -28,6 +28,8 @@ N = 5120
 K = 17408
 SPLIT_K = 2
 BLOCK = 128
+EPILOGUE_STACK = 96
+"""Maximum bytes of stack per thread: 23 scales of a wide tile, stored once per partition."""
 
 
 def main(quick: bool) -> None:
@@ -47,12 +49,13 @@ def main(quick: bool) -> None:
                 out = torch.empty(*parts, tokens, N, dtype=dtype, device="meta")
                 launch(x, weight, SPLIT_K, tile, target, out)
                 outputs = tile.m * tile.n // (32 * tile.warps)
-                check_code(compiled, arch, outputs, tile.splits, (arch, block_k, tokens))
+                label = (arch, block_k, tokens)
+                check_code(compiled, arch, outputs, tile.splits, block_k == BLOCK, label)
 
 
 def compile_hopper(block_ks: tuple[int, ...]) -> None:
     """Compile hopper.py for each number of tokens, with and without partials in memory."""
-    from lockstep.kernels.fp8_linear.hopper import ROWS, choose_hopper_tile, launch_hopper
+    from lockstep.kernels.fp8_linear.hopper import CTA_ROWS, choose_hopper_tile, launch_hopper
 
     compiled = Compiled(90)
     JITFunction.run = lambda kernel, *a, **kwargs: compiled.compile(kernel, *a, **kwargs)
@@ -60,22 +63,30 @@ def compile_hopper(block_ks: tuple[int, ...]) -> None:
     for block_k, tokens, may_split in product(block_ks, TOKENS, (True, False)):
         weight = Fp8Weight.empty(N, K, BLOCK, block_k, device="meta")
         x = torch.empty(tokens, K, dtype=torch.bfloat16, device="meta")
-        tile = choose_hopper_tile(tokens, may_split)
+        tile = choose_hopper_tile(tokens, weight, may_split)
         parts = (SPLIT_K,) if tile.splits else ()
         dtype = torch.float32 if tile.splits else torch.bfloat16
         out = torch.empty(*parts, tokens, N, dtype=dtype, device="meta")
         launch_hopper(x, weight, SPLIT_K, tile, target, out)
         # Two consumers, each with the code of every partition.
-        outputs = 2 * ROWS.value * tile.tokens // 128
-        check_code(compiled, 90, outputs, tile.splits, ("hopper", block_k, tokens, tile))
+        columns = tile.outputs if tile.tokens == CTA_ROWS else tile.tokens
+        outputs = CTA_ROWS * columns // 128
+        by_block = block_k == BLOCK
+        check_code(compiled, 90, outputs, tile.splits, by_block, ("hopper", block_k, tokens, tile))
 
 
 def check_code(
-    compiled: Compiled, arch: int, outputs: int, splits: bool, label: tuple[object, ...]
+    compiled: Compiled,
+    arch: int,
+    outputs: int,
+    splits: bool,
+    by_block: bool,
+    label: tuple[object, ...],
 ) -> None:
     """Assert that the last kernel has the instruction and the additions; print its resource usage.
 
     outputs: elements of the result in the code of a thread. splits: partials go to memory.
+    by_block: there is a scale per block, so a block is scaled and added by FMA.
     """
     result = compiled.made[-1]
     ptx = result.asm["ptx"]
@@ -83,9 +94,11 @@ def check_code(
     assert "f16.f16" not in ptx, label
     # A thread adds each of its outputs once per block, and once per level of the tree.
     partitions = 1 if splits else SPLIT_K
-    additions = len(re.findall(r"add(?:\.rn)?\.f32 ", ptx))
+    fused = len(re.findall(r"fma\.rn\.f32 ", ptx))
+    additions = len(re.findall(r"add(?:\.rn)?\.f32 ", ptx)) + fused
     assert additions == outputs * (2 * partitions - 1), (label, additions)
-    print(*label, *resource_usage(result.asm["cubin"]), flush=True)
+    assert fused == (outputs * partitions if by_block else 0), (label, fused)
+    print(*label, *resource_usage(result.asm["cubin"], EPILOGUE_STACK), flush=True)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ NAMED_BARRIER = (
 ALLOWED = (
     Allowed(
         ("pipeline_kernel", "stream_k_kernel", "_latent_kernel", "_prefill_kernel")
-        + ("_split_kv_kernel",),
+        + ("_split_kv_kernel", "fp8_gemm_hopper_kernel"),
         "def {}(",
         (
             "def {}(",

@@ -4,8 +4,16 @@ from lockstep.kernels.fp8_linear.contract import (
     MIN_SCALE,
     choose_fp8_split_k,
     fp8_linear,
+    fused_sum,
     quantize_rows,
     row_codes,
 )
 
-__all__ = ["MIN_SCALE", "choose_fp8_split_k", "fp8_linear", "quantize_rows", "row_codes"]
+__all__ = [
+    "MIN_SCALE",
+    "choose_fp8_split_k",
+    "fp8_linear",
+    "fused_sum",
+    "quantize_rows",
+    "row_codes",
+]

@@ -56,6 +56,16 @@ def row_codes(x: Tensor, block_k: int) -> tuple[Tensor, Tensor]:
     return codes.where(~scaled.isnan(), NAN_CODE), scales
 
 
+def fused_sum(d: Tensor, scale: Tensor, total: Tensor) -> Tensor:
+    """Return d * scale + total, all fp32. The product is exact; the sum is rounded to fp64 and then
+    to fp32.
+
+    FMA of a GPU rounds once. The two differ where fp64 rounds the sum to the middle between two
+    numbers of fp32.
+    """
+    return torch.addcmul(total.double(), d.double(), scale.double()).float()
+
+
 def choose_fp8_split_k(n: int, k: int, device: str) -> int:
     """Return the split-K count of fp8_linear, which a plain 16-bit weight of this shape has too.
 
@@ -79,13 +89,13 @@ def fp8_linear(
 
         block of 128 columns: d = sum of code * code, on a CPU exact and rounded once to fp32
         a scale per row:      partition = ((d0 + d1) + d2 ...) * (x_scale * w_scale)
-        a scale per block:    partition = d0 * (x_scale * w_scale) + d1 * (x_scale * w_scale) ...
+        a scale per block:    partition = fma(d, x_scale * w_scale, partition), from 0 on
         y:                    partitions added pairwise, as a binary tree; rounded once
 
-    All of it is fp32, from left to right, without FMA, and blocks are in ascending order. On a GPU
-    the sum of a block is one chain of its FP8 matrix instruction, whose accumulator has fewer bits
-    than fp32 on Hopper; sums of blocks are fp32 additions. A GPU without FP8 matrix instructions
-    multiplies in fp16, which represents every code.
+    All of it is fp32, from left to right, and blocks are in ascending order. On a GPU the sum of a
+    block is one chain of its FP8 matrix instruction, whose accumulator has fewer bits than fp32 on
+    Hopper; sums of blocks are fp32 additions. A GPU without FP8 matrix instructions multiplies in
+    fp16, which represents every code. See fused_sum for fma on a CPU.
 
     Args:
         x: [T, K], its last stride 1.
@@ -111,8 +121,10 @@ def fp8_linear(
             d = (x_values[:, columns] @ w_values[:, columns].t()).float()
             if weight.block_k < k:
                 index = begin // K_BLOCK
-                d = d * (x_scales[:, index, None] * w_scales[:, index])
-            partition = partition + d
+                scale = x_scales[:, index, None] * w_scales[:, index]
+                partition = fused_sum(d, scale, partition)
+            else:
+                partition = partition + d
         if weight.block_k >= k:
             partition = partition * (x_scales * w_scales[:, 0])
         partials.append(partition)

@@ -10,7 +10,7 @@ from torch import Tensor
 from lockstep.kernels.backends import cpu_trait
 from lockstep.kernels.formats.weights import K_BLOCK, Fp8Weight
 from lockstep.kernels.formats.weights.fp8 import e4m3_values
-from lockstep.kernels.fp8_linear import fp8_linear, row_codes
+from lockstep.kernels.fp8_linear import fp8_linear, fused_sum, row_codes
 from lockstep.kernels.linear import partition_length, tree_sum, write_out
 from lockstep.kernels.linear.prepacked import PrepackedWeight
 
@@ -77,13 +77,16 @@ class PrepackedFp8Weight(PrepackedWeight):
         codes, x_scales = row_codes(x, self.block_k)
         sums = self._sums_of_blocks(codes)
         by_block = self.block_k < k
-        if by_block:
-            sums = sums * (x_scales.t()[:, :, None] * self.scales.t()[:, None])
+        length = -(-partition_length(k, self.split_k) // K_BLOCK)
         partials = []
-        for part in sums.split(-(-partition_length(k, self.split_k) // K_BLOCK)):
+        for first in range(0, len(sums), length):
             total = torch.zeros(sums.shape[1:])
-            for block in part:
-                total += block
+            for block in range(first, min(first + length, len(sums))):
+                if by_block:
+                    scale = x_scales[:, block, None] * self.scales[:, block]
+                    total = fused_sum(sums[block], scale, total)
+                else:
+                    total += sums[block]
             partials.append(total if by_block else total * (x_scales * self.scales[:, 0]))
         return tree_sum(partials)
 

@@ -1,11 +1,15 @@
-# mypy: ignore-errors
 """fp8_linear on Hopper, in Gluon: the bits of kernels.py.
 
-A persistent CTA computes tiles of 128 outputs. It is warp-specialized: a producer warp copies
-blocks of 128 columns, codes of both operands, by TMA through a multistage pipeline. Two consumer
-warpgroups of 64 outputs each multiply a block by wgmma, release its stage, and add the block's sum
-in fp32, while the other one multiplies. The producer copies the next tile's blocks while a tile is
-stored.
+A persistent CTA is warp-specialized: a producer warp copies blocks of 128 columns, codes of both
+operands, by TMA through a multistage pipeline. Two consumer warpgroups each take 64 rows of the
+left operand of wgmma. They multiply a block, release its stage, and add the block's sum in fp32,
+while the other one multiplies. The producer copies the next tile's blocks while a tile is stored.
+
+In narrow tiles the left operand is the weight, so that few tokens need few products. In wide ones
+it is x: a thread then has the scales of 2 tokens instead of 32. Both orders give the same bits.
+
+A global load in the loop would delay the products, since ptxas places the use of a scale between
+them. So all scales are read from shared memory.
 """
 
 from dataclasses import dataclass
@@ -47,31 +51,40 @@ from lockstep.kernels.linear import partition_length
 K_BLOCK = gl.constexpr(WORD_COLUMNS)
 """Columns of a block, and of a stage."""
 ROWS = gl.constexpr(64)
-"""Outputs of a consumer warpgroup: the M of a wgmma."""
-WIDE = gl.constexpr(128)
-"""Tokens of the widest tile."""
+"""Rows of the left operand of a consumer warpgroup: the M of a wgmma."""
 CTA_ROWS = 2 * ROWS.value
-"""Outputs of a tile."""
+"""Rows of the left operand of a tile: outputs of a narrow one, tokens of a wide one."""
 CODES_LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
 """128-byte swizzle of codes: wgmma reads a block, and TMA writes it, without bank conflicts."""
 SCALES_LAYOUT = gl.NVMMASharedLayout(0, 32, 1)
-"""Scales of a block [tokens] fp32 in a row."""
+"""Scales of a block [tokens] fp32 in a row, as TMA writes them."""
+ROW_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+"""Scales of a weight row fp32 in a row."""
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
 """Registers per thread of the second consumer and of the producer; the first has the rest."""
 
 
 @gluon.constexpr_function
-def accumulator_layout(tokens):
-    """Return the layout of accumulators [ROWS, tokens] of a warpgroup."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tokens, 32])
+def accumulator_layout(columns):
+    """Return the layout of accumulators [ROWS, columns] of a warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32])
 
 
 @gluon.constexpr_function
-def store_layout(bits):
-    """Return the layout of outputs [ROWS, tokens] for stores of 16 bytes along the outputs."""
+def store_layout(bits, TOKENS_LEFT, columns):
+    """Return the layout in which results [ROWS, columns] are stored, along the outputs.
+
+    16-bit results pass through shared memory to vectors of 16 bytes, and so do those with the
+    outputs in rows. An accumulator has pairs of columns, which fill sectors of 32 bytes as fp32.
+    """
     vector = 128 // bits
-    return gl.BlockedLayout([vector, 1], [64 // vector, vector // 2], [1, 4], [0, 1])
+    if not TOKENS_LEFT:
+        return gl.BlockedLayout([vector, 1], [64 // vector, vector // 2], [1, 4], [0, 1])
+    if bits == 32:
+        return accumulator_layout(columns)
+    threads = columns // vector
+    return gl.BlockedLayout([1, vector], [32 // threads, threads], [4, 1], [1, 0])
 
 
 @gluon.jit
@@ -115,107 +128,125 @@ def _produce(
 
 @gluon.jit
 def _partition(
-    w_scales_ptr, x_stages, w_stages, x_scale_stages, full, empty, turns, stage, phase, turn, begin,
-    end, WARPGROUP: gl.constexpr, BY_BLOCK: gl.constexpr,
+    x_stages, w_stages, x_scale_stages, w_scales, full, empty, stage, phase, begin, end,
+    WARPGROUP: gl.constexpr, BY_BLOCK: gl.constexpr, TOKENS_LEFT: gl.constexpr,
 ):  # fmt: skip
     """Accumulate one split-K partition, blocks begin .. end.
 
-    In wide tiles the warpgroups take turns at the tensor cores: while one adds its sums, the
-    product of the other runs.
+    w_scales: shared memory [blocks, 1] with the scale of the warpgroup's outputs.
 
-    w_scales_ptr: the outputs' scale of block 0. turns: a barrier for each warpgroup, which
-    completes when the other one has ended a product. turn: parity of the next one.
-
-    Returns: acc [ROWS, TOKENS], stage, phase, turn.
+    Returns: acc [ROWS, columns of the right operand], stage, phase.
     """
     STAGES: gl.constexpr = full.shape[0]
-    TOKENS: gl.constexpr = x_stages.shape[1]
-    TAKES_TURNS: gl.constexpr = TOKENS == WIDE
-    layout: gl.constexpr = accumulator_layout(TOKENS)
-    acc = gl.zeros((ROWS, TOKENS), gl.float32, layout)
+    left_stages = x_stages if TOKENS_LEFT else w_stages
+    right_stages = w_stages if TOKENS_LEFT else x_stages
+    COLUMNS: gl.constexpr = right_stages.shape[1]
+    layout: gl.constexpr = accumulator_layout(COLUMNS)
+    # Axis of the outputs in acc, which a vector of tokens lacks.
+    OUTPUT_AXIS: gl.constexpr = 1 if TOKENS_LEFT else 0
+    FIRST_TOKEN: gl.constexpr = WARPGROUP * ROWS if TOKENS_LEFT else 0
+    TOKENS: gl.constexpr = ROWS if TOKENS_LEFT else COLUMNS
+    acc = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
     zeros = acc
     for block in range(begin, end):
-        if BY_BLOCK:
-            w_scale = gl.load(w_scales_ptr + block)
         mbarrier.wait(full.index(stage), phase)
-        if TAKES_TURNS:
-            # Warpgroup 0 begins: the phase before the first one of a fresh barrier is complete.
-            mbarrier.wait(turns.index(WARPGROUP), turn ^ (1 - WARPGROUP))
-            turn ^= 1
-        w_block = w_stages.index(stage).slice(WARPGROUP * ROWS, ROWS)
-        x_block = x_stages.index(stage).permute((1, 0))
-        sums = warpgroup_mma(w_block, x_block, zeros, use_acc=False, is_async=True)
+        left = left_stages.index(stage).slice(WARPGROUP * ROWS, ROWS)
+        right = right_stages.index(stage).permute((1, 0))
+        sums = warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
         if BY_BLOCK:
             # While the product runs.
-            x_scales = x_scale_stages.index(stage).slice(0, TOKENS)
-            scale = x_scales.load(gl.SliceLayout(0, layout)) * w_scale
+            scales: gl.constexpr = gl.SliceLayout(OUTPUT_AXIS, layout)
+            x_scale = x_scale_stages.index(stage).slice(FIRST_TOKEN, TOKENS).load(scales)
+            scale = x_scale * w_scales.index(block).load(scales)
         sums = warpgroup_mma_wait(0, deps=(sums,))
-        if TAKES_TURNS:
-            mbarrier.arrive(turns.index(1 - WARPGROUP))
         if BY_BLOCK:
             fence_async_shared()  # reads of the scales precede the copy engine's next write
         mbarrier.arrive(empty.index(stage))
         if BY_BLOCK:
-            sums = sums * scale[None, :]
-        acc += sums
+            sums, scale = gl.broadcast(sums, gl.expand_dims(scale, OUTPUT_AXIS))
+            acc = gl.fma(sums, scale, acc)
+        else:
+            acc += sums
         stage, phase = next_stage(stage, phase, STAGES)
-    return acc, stage, phase, turn
+    return acc, stage, phase
 
 
 @gluon.jit
-def _scale_rows(acc, x_scales_ptr, w_scale, m, tokens):
-    """Multiply acc [ROWS, TOKENS] by the scales of its tokens, from m on, and of its outputs."""
-    token = m + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+def _scale_result(
+    acc, x_scales_ptr, w_scales_ptr, m, n, tokens, N, first_row, w_scale_stride,
+    SCALE_ROWS: gl.constexpr, TOKENS_LEFT: gl.constexpr,
+):  # fmt: skip
+    """Multiply acc by the scales of its tokens, from m on, and of its outputs, from n on."""
+    layout: gl.constexpr = acc.type.layout
+    OUTPUT_AXIS: gl.constexpr = 1 if TOKENS_LEFT else 0
+    TOKEN_AXIS: gl.constexpr = 1 - OUTPUT_AXIS
+    token = m + gl.arange(0, acc.shape[TOKEN_AXIS], gl.SliceLayout(OUTPUT_AXIS, layout))
+    output = n + gl.arange(0, acc.shape[OUTPUT_AXIS], gl.SliceLayout(TOKEN_AXIS, layout))
     x_scale = gl.load(x_scales_ptr + token, mask=token < tokens, other=0.0)
-    return acc * (x_scale[None, :] * w_scale[:, None])
+    scale_row = (gl.minimum(output, N - 1) + first_row) // SCALE_ROWS
+    w_scale = gl.load(w_scales_ptr + scale_row * w_scale_stride)
+    return acc * (gl.expand_dims(x_scale, OUTPUT_AXIS) * gl.expand_dims(w_scale, TOKEN_AXIS))
 
 
 @gluon.jit
-def _store(acc, out_ptr, part, m, n, tokens, N, out_stride):
-    """Store acc [ROWS, TOKENS], rounded once, at token m and output n of a part."""
-    layout: gl.constexpr = store_layout(out_ptr.dtype.element_ty.primitive_bitwidth)
-    # Through shared memory to 16-byte vectors: the accumulator's layout would store 2 bytes.
+def _store(acc, out_ptr, part, m, n, tokens, N, out_stride, TOKENS_LEFT: gl.constexpr):
+    """Store acc, rounded once, at token m and output n of a part."""
+    BITS: gl.constexpr = out_ptr.dtype.element_ty.primitive_bitwidth
+    layout: gl.constexpr = store_layout(BITS, TOKENS_LEFT, acc.shape[1])
+    OUTPUT_AXIS: gl.constexpr = 1 if TOKENS_LEFT else 0
+    TOKEN_AXIS: gl.constexpr = 1 - OUTPUT_AXIS
     values = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), layout)
-    outputs = n + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    token = m + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
-    offsets = (part.to(gl.int64) * tokens + token)[None, :] * out_stride + outputs[:, None]
-    mask = (outputs < N)[:, None] & (token < tokens)[None, :]
+    output = n + gl.arange(0, acc.shape[OUTPUT_AXIS], gl.SliceLayout(TOKEN_AXIS, layout))
+    token = m + gl.arange(0, acc.shape[TOKEN_AXIS], gl.SliceLayout(OUTPUT_AXIS, layout))
+    rows = (part.to(gl.int64) * tokens + token) * out_stride
+    offsets = gl.expand_dims(rows, OUTPUT_AXIS) + gl.expand_dims(output, TOKEN_AXIS)
+    mask = gl.expand_dims(token < tokens, OUTPUT_AXIS) & gl.expand_dims(output < N, TOKEN_AXIS)
     gl.store(out_ptr + offsets, values, mask=mask)
 
 
 @gluon.jit
 def _consume(
-    x_scales_ptr, w_scales_ptr, out_ptr, x_stages, w_stages, x_scale_stages, full, empty, turns,
-    tokens, N, all_blocks, length, first_row, w_scale_stride, out_stride, tiles,
+    x_scales_ptr, w_scales_ptr, out_ptr, x_stages, w_stages, x_scale_stages, w_scale_rows, full,
+    empty, tokens, N, all_blocks, length, first_row, w_scale_stride, out_stride, tiles,
     WARPGROUP: gl.constexpr, COUNT: gl.constexpr, GROUP: gl.constexpr, SCALE_ROWS: gl.constexpr,
-    BY_BLOCK: gl.constexpr,
+    BY_BLOCK: gl.constexpr, TOKENS_LEFT: gl.constexpr,
 ):  # fmt: skip
-    """Run consumer warpgroup number WARPGROUP of two: its 64 outputs of each tile of this CTA."""
-    TOKENS: gl.constexpr = x_stages.shape[1]
-    row_layout: gl.constexpr = gl.SliceLayout(1, accumulator_layout(TOKENS))
+    """Run consumer warpgroup number WARPGROUP of two: its half of each tile of this CTA."""
+    w_scales = w_scale_rows
+    if BY_BLOCK:
+        SCALES: gl.constexpr = w_scale_rows.shape[1]
+        w_scale_row = w_scale_rows.index(WARPGROUP)
+        w_scales = w_scale_row._reinterpret(gl.float32, [SCALES, 1], ROW_LAYOUT)
+        block = gl.arange(0, SCALES, gl.BlockedLayout([1], [32], [4], [0]))
     stage = 0
     phase = 0
-    turn = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        part, m, n = swizzled_tile(tile, tokens, N, GROUP, TOKENS, w_stages.shape[1])
-        n += WARPGROUP * ROWS
-        # With a scale per block the 64 outputs have one scale row.
-        w_scales = w_scales_ptr + (gl.minimum(n, N - 1) + first_row) // SCALE_ROWS * w_scale_stride
-        row = gl.minimum(n + gl.arange(0, ROWS, row_layout), N - 1)
+        part, m, n = swizzled_tile(tile, tokens, N, GROUP, x_stages.shape[1], w_stages.shape[1])
+        if TOKENS_LEFT:
+            m += WARPGROUP * ROWS
+        else:
+            n += WARPGROUP * ROWS
+        if BY_BLOCK:
+            # The outputs of a warpgroup have one scale row.
+            scale_row = (gl.minimum(n, N - 1) + first_row) // SCALE_ROWS
+            scale_ptrs = w_scales_ptr + scale_row * w_scale_stride + block
+            w_scale_row.store(gl.load(scale_ptrs, mask=block < all_blocks, other=0.0))
         for step in gl.static_range(COUNT):
             begin, end = _blocks(part, step, length, all_blocks, COUNT)
-            acc, stage, phase, turn = _partition(
-                w_scales, x_stages, w_stages, x_scale_stages, full, empty, turns, stage, phase,
-                turn, begin, end, WARPGROUP, BY_BLOCK,
+            acc, stage, phase = _partition(
+                x_stages, w_stages, x_scale_stages, w_scales, full, empty, stage, phase, begin,
+                end, WARPGROUP, BY_BLOCK, TOKENS_LEFT,
             )  # fmt: skip
             if not BY_BLOCK:
-                w_scale = gl.load(w_scales_ptr + (row + first_row) // SCALE_ROWS * w_scale_stride)
-                acc = _scale_rows(acc, x_scales_ptr, w_scale, m, tokens)
+                acc = _scale_result(
+                    acc, x_scales_ptr, w_scales_ptr, m, n, tokens, N, first_row, w_scale_stride,
+                    SCALE_ROWS, TOKENS_LEFT,
+                )  # fmt: skip
             if step == 0:
                 total = acc
             else:
                 total += acc
-        _store(total, out_ptr, part, m, n, tokens, N, out_stride)
+        _store(total, out_ptr, part, m, n, tokens, N, out_stride, TOKENS_LEFT)
 
 
 @gluon.jit(do_not_specialize=["tokens", "x_scale_stride", "tiles"])
@@ -223,7 +254,7 @@ def fp8_gemm_hopper_kernel(
     x_desc, w_desc, x_scales_desc, x_scales_ptr, w_scales_ptr, out_ptr, tokens, N, all_blocks,
     length, first_row, x_scale_stride, w_scale_stride, out_stride, tiles,
     COUNT: gl.constexpr, GROUP: gl.constexpr, SCALE_ROWS: gl.constexpr, BY_BLOCK: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
     """Compute the tiles of out [parts, tokens, N] that belong to this CTA; see fp8_gemm_kernel.
 
@@ -233,21 +264,22 @@ def fp8_gemm_hopper_kernel(
         all_blocks, length: blocks of K, and of a split-K partition.
         tiles: tiles of all parts.
         COUNT: split-K partitions that a tile adds up: 1 or 2.
+        SCALES: scales of a weight row, rounded up to a power of two.
     """
     TOKENS: gl.constexpr = x_desc.block_type.shape[0]
     W_ROWS: gl.constexpr = w_desc.block_type.shape[0]
+    TOKENS_LEFT: gl.constexpr = TOKENS == 2 * ROWS
     w_stages = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, W_ROWS, K_BLOCK], w_desc.layout)
     x_stages = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TOKENS, K_BLOCK], x_desc.layout)
     x_scale_stages = x_stages
+    w_scale_rows = x_stages
     if BY_BLOCK:
         x_scale_stages = gl.allocate_shared_memory(
             gl.float32, [STAGES, x_scales_desc.block_type.shape[0]], x_scales_desc.layout
         )
+        w_scale_rows = gl.allocate_shared_memory(gl.float32, [2, SCALES], ROW_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)  # both consumers
@@ -256,14 +288,16 @@ def fp8_gemm_hopper_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                x_scales_ptr, w_scales_ptr, out_ptr, x_stages, w_stages, x_scale_stages, full,
-                empty, turns, tokens, N, all_blocks, length, first_row, w_scale_stride, out_stride,
-                tiles, 0, COUNT, GROUP, SCALE_ROWS, BY_BLOCK,
+                x_scales_ptr, w_scales_ptr, out_ptr, x_stages, w_stages, x_scale_stages,
+                w_scale_rows, full, empty, tokens, N, all_blocks, length, first_row,
+                w_scale_stride, out_stride, tiles, 0, COUNT, GROUP, SCALE_ROWS, BY_BLOCK,
+                TOKENS_LEFT,
             )),
             (_consume, (
-                x_scales_ptr, w_scales_ptr, out_ptr, x_stages, w_stages, x_scale_stages, full,
-                empty, turns, tokens, N, all_blocks, length, first_row, w_scale_stride, out_stride,
-                tiles, 1, COUNT, GROUP, SCALE_ROWS, BY_BLOCK,
+                x_scales_ptr, w_scales_ptr, out_ptr, x_stages, w_stages, x_scale_stages,
+                w_scale_rows, full, empty, tokens, N, all_blocks, length, first_row,
+                w_scale_stride, out_stride, tiles, 1, COUNT, GROUP, SCALE_ROWS, BY_BLOCK,
+                TOKENS_LEFT,
             )),
             (_produce, (
                 x_desc, w_desc, x_scales_desc, x_stages, w_stages, x_scale_stages, full, empty,
@@ -277,40 +311,54 @@ def fp8_gemm_hopper_kernel(
 
 @dataclass(frozen=True)
 class HopperTile:
-    """Tile of CTA_ROWS outputs and `tokens` tokens. Its size changes no bit.
+    """Tile of tokens and outputs. It changes no bit.
+
+    Up to 64 tokens, 128 outputs are the left operand of wgmma. Otherwise 128 tokens are.
 
     splits: split-K partitions are separate tiles, and a second pass adds them.
     """
 
     tokens: int
+    outputs: int
     stages: int
     splits: bool
 
 
-STAGES = {16: 11, 32: 10, 64: 8, WIDE.value: 6}
-"""Pipeline stages by tokens of a tile: the most that fit next to the buffer of the epilogue."""
+STAGES = {(16, 128): 11, (32, 128): 10, (64, 128): 8, (CTA_ROWS, 64): 8, (CTA_ROWS, 128): 6}
+"""Pipeline stages by (tokens, outputs) of a tile: the most that fit with the epilogue's buffer."""
 NARROW = 64
 """Maximum tokens of a narrow tile."""
 MAX_NARROW = 512
 """Maximum tokens of a product in narrow tiles, each of one split-K partition."""
+MAX_SCALES = 512
+"""Maximum blocks of a weight row, whose scales are in shared memory: K = 65,536."""
 GROUP = 16
 """Row tiles that share a column tile's weights in L2."""
 
 
-def choose_hopper_tile(tokens: int, may_split: bool) -> HopperTile:
+def choose_hopper_tile(tokens: int, weight: Fp8Weight, may_split: bool) -> HopperTile:
     """Return the tile. may_split: the partials may be written to memory.
 
     Times are in docs/kernels/fp8_linear.md.
     """
-    is_narrow = tokens <= MAX_NARROW
-    size = next(s for s in STAGES if min(tokens, NARROW) <= s) if is_narrow else WIDE.value
-    return HopperTile(size, STAGES[size], may_split and is_narrow)
+    if tokens > MAX_NARROW:
+        outputs = CTA_ROWS if shares_scale(weight, CTA_ROWS) else ROWS.value
+        return HopperTile(CTA_ROWS, outputs, STAGES[CTA_ROWS, outputs], splits=False)
+    narrow = [size for size, _ in STAGES if size <= NARROW]
+    size = next(size for size in narrow if min(tokens, NARROW) <= size)
+    return HopperTile(size, CTA_ROWS, STAGES[size, CTA_ROWS], may_split)
+
+
+def shares_scale(weight: Fp8Weight, outputs: int) -> bool:
+    """Return whether `outputs` successive outputs share the scale of a block, if it has one."""
+    is_aligned = weight.block_n % outputs == 0 and weight.first % outputs == 0
+    return weight.block_k >= weight.k or is_aligned
 
 
 def fits(weight: Fp8Weight, split_k: int) -> bool:
     """Return whether the kernel serves a weight: 64 outputs share a scale per block."""
-    shared = weight.block_n % ROWS.value == 0 and weight.first % ROWS.value == 0
-    return split_k <= 2 and (weight.block_k >= weight.k or shared)
+    can_hold_scales = triton.cdiv(weight.k, WORD_COLUMNS) <= MAX_SCALES
+    return split_k <= 2 and can_hold_scales and shares_scale(weight, ROWS.value)
 
 
 def tile_of(
@@ -318,7 +366,7 @@ def tile_of(
 ) -> HopperTile | Fp8Tile:
     """Return the tile of this kernel, or that of triton.py where the kernel does not run."""
     if target.arch == HOPPER and fits(weight, split_k):
-        return choose_hopper_tile(tokens, may_split)
+        return choose_hopper_tile(tokens, weight, may_split)
     return choose_tile(tokens, split_k, may_split, target)
 
 
@@ -337,7 +385,7 @@ def launch_hopper(
     codes = words.view(torch.float8_e4m3fn)
     x_desc = TensorDescriptor.from_tensor(codes, [tile.tokens, WORD_COLUMNS], CODES_LAYOUT)
     w_codes = weight.words.view(torch.float8_e4m3fn)
-    w_desc = TensorDescriptor.from_tensor(w_codes, [CTA_ROWS, WORD_COLUMNS], CODES_LAYOUT)
+    w_desc = TensorDescriptor.from_tensor(w_codes, [tile.outputs, WORD_COLUMNS], CODES_LAYOUT)
     by_block = weight.block_k < k
     x_scales_desc = None
     if by_block:
@@ -346,12 +394,13 @@ def launch_hopper(
         x_scales_desc = TensorDescriptor.from_tensor(flat, [copied], SCALES_LAYOUT)
     count = 1 if tile.splits else split_k
     parts = split_k // count
-    tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(n, CTA_ROWS) * parts
+    tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(n, tile.outputs) * parts
+    blocks = triton.cdiv(k, WORD_COLUMNS)
     fp8_gemm_hopper_kernel[(min(tiles, target.num_sms),)](
         x_desc, w_desc, x_scales_desc, x_scales, weight.scales, out, tokens, n,
-        triton.cdiv(k, WORD_COLUMNS), triton.cdiv(partition_length(k, split_k), WORD_COLUMNS),
+        blocks, triton.cdiv(partition_length(k, split_k), WORD_COLUMNS),
         weight.first, x_scales.stride(1), weight.scales.stride(0), out.stride(-2), tiles,
-        count, GROUP, weight.block_n, by_block, tile.stages,
+        count, GROUP, weight.block_n, by_block, tile.stages, triton.next_power_of_2(blocks),
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -379,7 +428,7 @@ def fp8_linear_hopper(
     if not fits(weight, split_k):
         return fp8_linear_triton(x, weight, split_k, allow_partials, out)
     target = compile_target(x.device)
-    tile = choose_hopper_tile(len(x), out is None)
+    tile = choose_hopper_tile(len(x), weight, out is None)
     fill = partial(launch_hopper, x, weight, split_k, tile, target)
     num_partials = split_k if tile.splits else 1
     return run_kernel(fill, x, weight.shape[0], num_partials, allow_partials, out)

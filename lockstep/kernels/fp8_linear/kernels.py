@@ -162,8 +162,9 @@ def _accumulate(
             group = k // K_BLOCK
             x_scales = x_scale_ptrs + group * x_scale_stride
             x_scale = tl.load(x_scales, mask=row_mask[None, :], other=0.0)
-            block = block * (x_scale * tl.load(w_scale_ptrs + group))
-        acc += block
+            acc = tl.fma(block, x_scale * tl.load(w_scale_ptrs + group), acc)
+        else:
+            acc += block
     if not BY_BLOCK:
         x_scale = tl.load(x_scale_ptrs, mask=row_mask[None, :], other=0.0)
         acc = acc * (x_scale * tl.load(w_scale_ptrs))
