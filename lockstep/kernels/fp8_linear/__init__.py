@@ -2,10 +2,24 @@
 
 from lockstep.kernels.fp8_linear.contract import (
     MIN_SCALE,
+    QuantizedRows,
     choose_fp8_split_k,
+    codes_of,
     fp8_linear,
+    quantize_add_rms_norm,
     quantize_rows,
+    quantize_silu_mul,
     row_codes,
 )
 
-__all__ = ["MIN_SCALE", "choose_fp8_split_k", "fp8_linear", "quantize_rows", "row_codes"]
+__all__ = [
+    "MIN_SCALE",
+    "QuantizedRows",
+    "choose_fp8_split_k",
+    "codes_of",
+    "fp8_linear",
+    "quantize_add_rms_norm",
+    "quantize_rows",
+    "quantize_silu_mul",
+    "row_codes",
+]
