@@ -57,6 +57,7 @@ def divide(x, scale):
     rounded reciprocal and a quotient that is off by less than two units in the last place give the
     correctly rounded one (Markstein 1990). The excess is exact, since tiny numbers are taken 2^64
     times larger. An excess of +0 keeps the sign of a quotient of 0, which x - q * scale would not.
+    Signs change by products with -1, since Triton 3.6 takes -x as 0 - x, which is +0 for x = +0.
     """
     factor = tl.where(scale < TINY_SCALE, SCALE_FACTOR, 1.0)
     # An infinite scale divides finite numbers into 0 and infinite ones into NaN.
@@ -67,8 +68,10 @@ def divide(x, scale):
     divisor = tl.zeros_like(x) + divisor
     inverse = tl.zeros_like(x) + inverse
     quotient = x * inverse
-    quotient = tl.fma(-tl.fma(quotient, divisor, -x), inverse, quotient)
-    return tl.fma(-tl.fma(quotient, divisor, -x), inverse, quotient)
+    negative_x = x * -1.0
+    negative_inverse = inverse * -1.0
+    quotient = tl.fma(tl.fma(quotient, divisor, negative_x), negative_inverse, quotient)
+    return tl.fma(tl.fma(quotient, divisor, negative_x), negative_inverse, quotient)
 
 
 @triton.jit
