@@ -439,7 +439,7 @@ class Linear(nn.Module):
         drafter, which drafts without adapters.
         """
         if isinstance(x, QuantizedRows):
-            return self._columns_from(x, 0)
+            return self.gather_outputs(self._columns_from(x, 0))
         x = self.gather_inputs(x)
         return self.gather_outputs(self.add_adapters(self._columns_from(x, 0), x, ctx))
 
