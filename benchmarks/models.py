@@ -1,6 +1,6 @@
 """Folders with the config.json of real models, for benchmarks with random weights.
 
-    python benchmarks/models.py FOLDER
+    python benchmarks/models.py FOLDER [--tokenizers]
 
 FOLDER gets one folder for each model and weight format of the tables in RESULTS.md. Dimensions are
 those of the published checkpoints, and so are the settings of each weight format: which modules are
@@ -250,15 +250,32 @@ def folders() -> dict[str, dict[str, Any]]:
     }
 
 
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Write a tokenizer with a word for each token id.
+
+    A server streams the text of tokens, so that a model without a tokenizer streams nothing.
+    """
+    words = {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(vocab_size)}}
+    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}}
+    empty = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
+    tokenizer |= {**empty, "model": {**words, "unk_token": "w0"}}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
 def main() -> None:
     """Write all folders."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="destination")
+    parser.add_argument("--tokenizers", action="store_true", help="write tokenizers, for servers")
     args = parser.parse_args()
     for name, config in folders().items():
         folder = args.folder / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        if args.tokenizers:
+            write_tokenizer(folder, config["vocab_size"])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Time of one captured step in ms, by rows. benchmarks/RESULTS.md quotes it.
 
     python benchmarks/step.py FOLDER --rows 1,8,64 --k 3 --context 4096 [--prompt 8192] [--kernels]
+    python benchmarks/step.py FOLDER --rows 8 --prompt 1024,32768 --prompt-rows 1,8
     python benchmarks/step.py FOLDER --k 3 --drafter eagle3 --draft-model HEAD --halves
     python benchmarks/step.py FOLDER --tensor-parallel-size 2
 
@@ -10,6 +11,9 @@ scheduler does not run: the step is replayed REPLAYS times, and the mean is prin
 per number of rows, with the floor of a step on an H200. Of several ranks the floor is that of one,
 and ranks_ms has the shortest and the longest mean. --kernels adds the launches and us of each
 kernel. --halves adds the ms of the second half of a step alone, which samples, accepts and drafts.
+
+A prompt of more than PROMPT_STEP tokens is computed in several steps; the sum of their times is
+printed. --prompt-rows computes that many prompts in each step.
 """
 
 import argparse
@@ -45,6 +49,8 @@ REPLAYS = 30
 """Timed steps; their mean is printed."""
 PROFILED = 3
 """Steps in the kernel profile."""
+PROMPT_STEP = 8192
+"""Maximum prompt tokens of a step, as in a server."""
 PROMPTS = 3
 """Timed prompts after an untimed one; the fastest is printed."""
 AHEAD = 64
@@ -70,12 +76,19 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096, help="cached tokens of every row")
     parser.add_argument("--kv-cache-dtype", default="auto", help="format of keys and values")
     parser.add_argument("--activation-dtype", default="auto", help="fp8 quantizes activations")
-    parser.add_argument("--prompt", type=int, default=0, help="also time one prompt of this length")
+    parser.add_argument(
+        "--prompt", type=parse_counts, default=(), help="also time prompts of these lengths"
+    )
+    parser.add_argument(
+        "--prompt-rows", type=parse_counts, default=(1,), help="prompts in one step"
+    )
     parser.add_argument("--kernels", action="store_true", help="add launches and us of each kernel")
     add_ranks_option(parser)
     args = parser.parse_args()
     rows = tuple(sorted(args.rows))
-    length = max(args.context + 8 * PAGE_SIZE, args.prompt + PAGE_SIZE)
+    length = max(args.context + 8 * PAGE_SIZE, max(args.prompt, default=0) + PAGE_SIZE)
+    prompts = [(tokens, count) for tokens in args.prompt for count in args.prompt_rows]
+    prompt_tokens = max((tokens * count for tokens, count in prompts), default=0)
     pages = -(-length // PAGE_SIZE)
     draft_model = {"model": args.draft_model} if args.draft_model else {}
     config = EngineConfig.read(
@@ -83,7 +96,7 @@ def main() -> None:
         max_model_len=length,
         max_num_seqs=rows[-1],
         row_buckets=rows,
-        max_num_batched_tokens=max(2048, args.prompt),
+        max_num_batched_tokens=max(2048, min(prompt_tokens, PROMPT_STEP)),
         num_gpu_blocks=rows[-1] * pages + 2,
         num_snapshots=0,
         kv_cache_dtype=args.kv_cache_dtype,
@@ -98,8 +111,9 @@ def main() -> None:
         line = {"rows": count, "k": args.k, "context": args.context, "ranks": args.ranks}
         line |= call(partial(measure_rows, args=args, count=count, pages=pages))
         print_json(line | {"floor_ms": round(floor.ms, 3)})
-    if args.prompt:
-        print_json({"prompt": args.prompt, **call(partial(measure_prompt, args=args, pages=pages))})
+    for tokens, count in prompts:
+        measure = partial(measure_prompt, args=args, tokens=tokens, count=count, pages=pages)
+        print_json({"prompt": tokens, "prompt_rows": count, **call(measure)})
 
 
 @torch.inference_mode()
@@ -124,12 +138,15 @@ def measure_rows(worker: Worker, args: Namespace, count: int, pages: int) -> dic
 
 
 @torch.inference_mode()
-def measure_prompt(worker: Worker, args: Namespace, pages: int) -> dict[str, Any]:
-    """Return the figures of a prompt of args.prompt tokens."""
-    line: dict[str, Any] = {"ms": prompt_ms(worker, args.prompt, pages)}
+def measure_prompt(
+    worker: Worker, args: Namespace, tokens: int, count: int, pages: int
+) -> dict[str, Any]:
+    """Return the figures of `count` prompts of `tokens` tokens each."""
+    line: dict[str, Any] = {"ms": prompt_ms(worker, tokens, count, pages)}
     if args.kernels:
-        set_prompt(worker, args.prompt, pages)
-        line["kernels"] = kernels(worker, prompt_shape(args.prompt), 1)
+        (first, *_) = prompt_steps(tokens, count)
+        set_prompts(worker, *first, count, pages)
+        line["kernels"] = kernels(worker, prompt_shape(first[1], count), 1)
     return line
 
 
@@ -204,24 +221,33 @@ def kernels(
     return sorted(kernels_by_time, key=lambda kernel: -kernel[2])
 
 
-def prompt_shape(tokens: int) -> StepShape:
-    """Return the shape of a step that computes one whole prompt."""
-    return StepShape(1, tokens, tokens, prompt=True)
+def prompt_shape(tokens: int, count: int) -> StepShape:
+    """Return the shape of a step that computes `tokens` tokens of each of `count` prompts."""
+    return StepShape(count, tokens * count, tokens, prompt=True)
 
 
-def set_prompt(worker: Worker, tokens: int, pages: int) -> None:
-    """Set one row of the table to a prompt of which no token is computed."""
-    set_rows(worker, 1, 0, pages)
-    worker.table.inputs.fill(row_ids=[1], query_lens=[tokens])
+def prompt_steps(tokens: int, count: int) -> list[tuple[int, int]]:
+    """Return (tokens computed before, tokens of a step) of each step of `count` prompts."""
+    step = max(PROMPT_STEP // count, 1)
+    return [(begin, min(step, tokens - begin)) for begin in range(0, tokens, step)]
 
 
-def prompt_ms(worker: Worker, tokens: int, pages: int) -> float:
-    """Return the lowest ms of a few prompts of one row, each in one step."""
-    shape = prompt_shape(tokens)
+def set_prompts(worker: Worker, computed: int, tokens: int, count: int, pages: int) -> None:
+    """Set `count` rows of the table to prompts whose next `tokens` tokens a step computes."""
+    set_rows(worker, count, computed, pages)
+    row_ids = list(range(1, count + 1))
+    worker.table.inputs.fill(row_ids=row_ids, query_lens=[tokens] * count)
+
+
+def prompt_ms(worker: Worker, tokens: int, count: int, pages: int) -> float:
+    """Return the lowest ms of `count` prompts, of a few runs after an untimed one."""
     times = []
     for _ in range(1 + PROMPTS):
-        set_prompt(worker, tokens, pages)
-        times.append(timed(worker, shape, 0, 1))
+        total = 0.0
+        for computed, step_tokens in prompt_steps(tokens, count):
+            set_prompts(worker, computed, step_tokens, count, pages)
+            total += timed(worker, prompt_shape(step_tokens, count), 0, 1)
+        times.append(round(total, 3))
     return min(times[1:])
 
 

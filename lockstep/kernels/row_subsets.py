@@ -12,7 +12,12 @@ from torch import Tensor
 from lockstep.kernels.activations import relu2, silu_mul
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.experts import experts
-from lockstep.kernels.fp8_linear import fp8_linear, quantize_rows
+from lockstep.kernels.fp8_linear import (
+    fp8_linear,
+    quantize_add_rms_norm,
+    quantize_rows,
+    quantize_silu_mul,
+)
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
 from lockstep.kernels.head_linear import head_linear
 from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_cache
@@ -59,6 +64,8 @@ LATENTS = ("latents", "ropes")
 ROWS: dict[Op, Rows] = {
     linear: Rows(("x",), numbers=("weight",)),
     quantize_rows: Rows(("x",)),
+    quantize_silu_mul: Rows(("gate_up",)),
+    quantize_add_rms_norm: Rows(("x", "delta"), numbers=("weight",)),
     fp8_linear: Rows(("x",)),
     lora: Rows(("y", "x", "adapter_ids"), numbers=("a", "b")),
     rms_norm: Rows(("x",), numbers=("weight",)),

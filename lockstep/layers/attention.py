@@ -7,6 +7,7 @@ from lockstep.cache.specs import Spec
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.formats.kv import KVCache
 from lockstep.kernels.formats.kv.table import head_quantizers
+from lockstep.kernels.fp8_linear import QuantizedRows
 from lockstep.kernels.rotary import rope_and_cache
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.kv_format import StaticScales
@@ -105,7 +106,12 @@ class Attention(nn.Module):
             gated=self.gated,
         )
 
-    def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
+    @property
+    def first_linear(self) -> Linear:
+        """Linear layer that alone reads the input."""
+        return self.qkv
+
+    def forward(self, x: Tensor | QuantizedRows, ctx: StepContext) -> Tensor:
         qkv = self.qkv(x, ctx)
         q = self._rotate_and_cache(qkv, ctx)
         mixed = self.attend(

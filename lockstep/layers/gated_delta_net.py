@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.cache.specs import Spec
 from lockstep.cache.state import state_spec
+from lockstep.kernels.fp8_linear import QuantizedRows
 from lockstep.kernels.gated_delta_rule import (
     GatedDeltaWeights,
     gated_delta_chunk,
@@ -111,7 +112,12 @@ class GatedDeltaNet(nn.Module):
         self.step_op = build.op(gated_delta_step, **traits)
         self.chunk_op = build.op(gated_delta_chunk, **traits)
 
-    def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
+    @property
+    def first_linear(self) -> Linear:
+        """Linear layer that alone reads the input."""
+        return self.in_proj
+
+    def forward(self, x: Tensor | QuantizedRows, ctx: StepContext) -> Tensor:
         # mixed [T, channels]: raw q, k and v; z [T, HV V]: output gate; b, a [T, HV]: gate inputs.
         mixed, z, b, a = self.in_proj(x, ctx).split(self.parts, dim=-1)
         weights = GatedDeltaWeights(

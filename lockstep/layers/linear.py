@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError
 from lockstep.kernels.exchange import Gather, all_columns
-from lockstep.kernels.formats.weights import Fp8Weight, QuantizedWeight
-from lockstep.kernels.fp8_linear import choose_fp8_split_k, fp8_linear
+from lockstep.kernels.formats.weights import K_BLOCK, Fp8Weight, QuantizedWeight
+from lockstep.kernels.fp8_linear import QuantizedRows, choose_fp8_split_k, fp8_linear
 from lockstep.kernels.fp8_linear.cpu import PrepackedFp8Weight
 from lockstep.kernels.linear import choose_split_k, linear
 from lockstep.kernels.linear.prepacked import PrepackedWeight, dequantizes, fits_tiles, prepack
@@ -235,11 +235,23 @@ class Gemm(Weight):
             if not self.keeps_plain:
                 self.weight = None
 
-    def forward(self, x: Tensor, begin: int = 0, out: Tensor | None = None) -> Tensor:
+    @property
+    def takes_codes(self) -> bool:
+        """Return whether the product reads rows that their producer has quantized, on a GPU."""
+        weight = self.quantized
+        by_block = isinstance(weight, Fp8Weight) and weight.block_k == K_BLOCK < weight.k
+        return self.product is fp8_linear and by_block and self.prepack is None
+
+    def forward(
+        self, x: Tensor | QuantizedRows, begin: int = 0, out: Tensor | None = None
+    ) -> Tensor:
         """Return the output columns from `begin` on, written into `out` if it is given.
 
         Only these columns' weights are read.
         """
+        if isinstance(x, QuantizedRows) and not self.takes_codes:
+            assert x.plain is not None, "Linear.reads_plain told the producer"
+            x = x.plain
         weight: Tensor | QuantizedWeight | PrepackedWeight
         if begin:
             weight = self.stored_rows(begin, self.shape[0])
@@ -373,6 +385,7 @@ class Linear(nn.Module):
         if isinstance(inputs, Columns):
             self.gather_inputs = build.exchange(inputs)
             inputs = inputs.total
+        self.inputs = inputs
         cut = [columns for columns in outputs.values() if isinstance(columns, Columns)]
         if self.gathers and cut:
             (columns,) = cut
@@ -405,11 +418,28 @@ class Linear(nn.Module):
             order = self._joined_order([self.names[i] for i in inside])
             cut_weight(build, gemm, [self.reads[i] for i in inside], order)
 
-    def forward(self, x: Tensor, ctx: StepContext | None) -> Tensor:
+    @property
+    def takes_codes(self) -> bool:
+        """Return whether the producer of x should quantize it: some weight reads its codes.
+
+        False if another rank's columns of x, or an adapter, need the rows themselves.
+        """
+        alone = self.gather_inputs is all_columns and self.add_adapters is no_adapters
+        return alone and any(cast(Gemm, gemm).takes_codes for gemm in self.gemms)
+
+    @property
+    def reads_plain(self) -> bool:
+        """Return whether some weight reads the rows of x themselves."""
+        return not all(cast(Gemm, gemm).takes_codes for gemm in self.gemms)
+
+    def forward(self, x: Tensor | QuantizedRows, ctx: StepContext | None) -> Tensor:
         """Return the outputs with the adapter of each token.
 
-        ctx: step of the tokens; None in a drafter, which drafts without adapters.
+        x: quantized by its producer only if takes_codes. ctx: step of the tokens; None in a
+        drafter, which drafts without adapters.
         """
+        if isinstance(x, QuantizedRows):
+            return self.gather_outputs(self._columns_from(x, 0))
         x = self.gather_inputs(x)
         return self.gather_outputs(self.add_adapters(self._columns_from(x, 0), x, ctx))
 
@@ -430,7 +460,7 @@ class Linear(nn.Module):
         """
         return self._columns_from(x, sum(self.outputs[:index]))
 
-    def _columns_from(self, x: Tensor, begin: int) -> Tensor:
+    def _columns_from(self, x: Tensor | QuantizedRows, begin: int) -> Tensor:
         """Return the output columns from `begin` on."""
         # Unpacking iterates over the modules: an index and a length take 3 us more.
         first_gemm, *other_gemms = self.gemms

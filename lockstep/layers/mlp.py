@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from lockstep.kernels.activations import relu2, silu_mul
+from lockstep.kernels.fp8_linear import QuantizedRows, quantize_silu_mul
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Linear, PartialLinear, Target
 from lockstep.layers.sharding import Columns
@@ -23,9 +24,22 @@ class GatedMLP(nn.Module):
         )
         self.act = build.activation(silu_mul, columns)
         self.down = PartialLinear(build, inner, {"down_proj": Columns.of(hidden)}, bias=bias)
+        self.quantizes = build.rank.size == 1 and self.down.takes_codes
+        if self.quantizes:
+            self.quantize = build.op(quantize_silu_mul)
 
-    def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
-        return self.down(self.act(self.gate_up(x, ctx)), ctx)
+    @property
+    def first_linear(self) -> Linear:
+        """Linear layer that alone reads the input."""
+        return self.gate_up
+
+    def forward(self, x: Tensor | QuantizedRows, ctx: StepContext) -> Tensor:
+        gate_up = self.gate_up(x, ctx)
+        if self.quantizes:
+            words, scales = self.quantize(gate_up)
+            rows = QuantizedRows(words, scales, self.down.inputs, self.down.dtype)
+            return self.down(rows, ctx)
+        return self.down(self.act(gate_up), ctx)
 
     def weights(self) -> dict[str, Target]:
         """Map the checkpoint's tensors, by name within the module, to their destinations."""

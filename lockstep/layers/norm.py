@@ -2,8 +2,10 @@
 
 from torch import Tensor, nn
 
+from lockstep.kernels.fp8_linear import QuantizedRows, quantize_add_rms_norm
 from lockstep.kernels.norm import gated_group_norm, gated_rms_norm, rms_norm
 from lockstep.layers.build_context import BuildContext
+from lockstep.layers.linear import Linear
 
 
 class Norm(nn.Module):
@@ -36,17 +38,36 @@ class AddRMSNorm(Norm):
 
     delta: this rank's columns of what is added, as a sublayer's body returns them, or their split-K
     partials; None adds nothing.
+
+    Args:
+        reader: the linear layer that alone reads the norm, if any. If it multiplies quantized rows,
+            the norm writes them (lockstep.kernels.fp8_linear.quantize_add_rms_norm).
     """
 
-    def __init__(self, build: BuildContext, width: int, eps: float, offset: float = 0.0) -> None:
+    def __init__(
+        self,
+        build: BuildContext,
+        width: int,
+        eps: float,
+        offset: float = 0.0,
+        reader: Linear | None = None,
+    ) -> None:
         super().__init__(build, width, eps, offset)
         self.norm = build.op(rms_norm, width=width)
         self.add_norm = build.add_rms_norm(width)
+        self.quantizes = reader is not None and reader.takes_codes and build.rank.size == 1
+        self.keeps_norm = reader is not None and reader.reads_plain
+        if self.quantizes:
+            self.quantize = build.op(quantize_add_rms_norm, width=width)
 
-    def forward(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor | QuantizedRows]:
         if delta is None:  # before the first layer
             return x, self.norm(x, self.weight, self.eps, self.offset)
-        return self.add_norm(x, delta, self.weight, self.eps, self.offset)
+        options = (self.weight, self.eps, self.offset)
+        if not self.quantizes:
+            return self.add_norm(x, delta, *options)
+        total, norm, words, scales = self.quantize(x, delta, *options, self.keeps_norm)
+        return total, QuantizedRows(words, scales, x.shape[1], x.dtype, norm)
 
 
 class GatedRMSNorm(nn.Module):

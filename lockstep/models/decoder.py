@@ -102,14 +102,16 @@ class Sublayer:
 
     norm_name, name: names of norm and body in the checkpoint, within the layer. body: [T, H] ->
     delta [T, H]. A body with a cache_spec() is a mixer: it reads other tokens of its row. Any other
-    body computes every token independently, and reads only the token inputs of ctx.
+    body computes every token independently, and reads only the token inputs of ctx. A body whose
+    input is read by one linear layer alone has it as first_linear; the norm may quantize for it.
     """
 
     def __init__(
         self, build: BuildContext, c: StackConfig, norm_name: str, name: str, body: nn.Module
     ) -> None:
         self.norm_name = norm_name
-        self.norm = AddRMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
+        reader = getattr(body, "first_linear", None)
+        self.norm = AddRMSNorm(build, c.hidden_size, c.eps, c.norm_offset, reader)
         self.name = name
         self.body: Any = body
         self.mixes = is_cached(body)

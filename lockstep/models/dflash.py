@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.kernels.fp8_linear import QuantizedRows
 from lockstep.kernels.sampling import LogitShard
 from lockstep.layers.attention import Attention
 from lockstep.layers.build_context import BuildContext
@@ -142,7 +143,7 @@ class BlockAttention(Attention):
     once.
     """
 
-    def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
+    def forward(self, x: Tensor | QuantizedRows, ctx: StepContext) -> Tensor:
         q = self._rotate_and_cache(self.qkv(x, ctx), ctx)
         rows = ctx.starts.shape[0]
         group = self.heads // self.kv_heads

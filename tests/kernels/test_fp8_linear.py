@@ -9,12 +9,27 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.kernels.activations import silu_mul
 from lockstep.kernels.architecture import HOPPER
 from lockstep.kernels.arguments import place
 from lockstep.kernels.formats.weights import K_BLOCK, Fp8Weight, unpack_codes
 from lockstep.kernels.formats.weights.fp8 import e4m3_values
-from lockstep.kernels.fp8_linear import MIN_SCALE, cpu, fp8_linear, quantize_rows
+from lockstep.kernels.fp8_linear import (
+    MIN_SCALE,
+    QuantizedRows,
+    cpu,
+    fp8_linear,
+    quantize_add_rms_norm,
+    quantize_rows,
+    quantize_silu_mul,
+)
+from lockstep.kernels.fp8_linear.cases import (
+    quantize_add_rms_norm_cases,
+    quantize_silu_mul_cases,
+    rows_of,
+)
 from lockstep.kernels.fp8_linear.cpu import PrepackedFp8Weight
+from lockstep.kernels.norm import add_rms_norm
 from tests.kernels.backends import Backend, backends, same_bits
 
 QUANTIZERS = [*backends(op=quantize_rows)]
@@ -139,6 +154,55 @@ def test_rows_with_infinity_or_nan_are_nan_and_others_unchanged(backend: Backend
     y = backend.run(fp8_linear, dict(x=x, weight=weight))
     assert y[1:3].isnan().all()
     assert same_bits(y[::3], clean[::3])
+
+
+@pytest.mark.parametrize("backend", backends(op=quantize_silu_mul))
+def test_activation_that_quantizes_has_the_bits_of_two_ops(backend: Backend) -> None:
+    """Compare with silu_mul and quantize_rows of the same backend."""
+    for name, arguments in quantize_silu_mul_cases(backend.dtype):
+        activated = backend.run(silu_mul, arguments)
+        words, scales = backend.run(quantize_rows, dict(x=activated, block_k=K_BLOCK))
+        fused_words, fused_scales = backend.run(quantize_silu_mul, arguments)
+        assert same_bits(fused_words, words), name
+        assert same_bits(fused_scales, scales), name
+
+
+@pytest.mark.parametrize("backend", backends(op=quantize_add_rms_norm))
+def test_norm_that_quantizes_has_the_bits_of_two_ops(backend: Backend) -> None:
+    """Compare with add_rms_norm and quantize_rows of the same backend, with a delta or partials."""
+    for name, arguments in quantize_add_rms_norm_cases(backend.dtype):
+        keeps_norm = arguments["keeps_norm"]
+        plain = {key: value for key, value in arguments.items() if key != "keeps_norm"}
+        total, norm = backend.run(add_rms_norm, plain)
+        words, scales = backend.run(quantize_rows, dict(x=norm, block_k=K_BLOCK))
+        fused = backend.run(quantize_add_rms_norm, arguments)
+        assert same_bits(fused[0], total), name
+        assert same_bits(fused[1], norm) if keeps_norm else fused[1] is None, name
+        assert same_bits(fused[2], words), name
+        assert same_bits(fused[3], scales), name
+
+
+@pytest.mark.parametrize("backend", [b for b in PRODUCTS if b.values[0].name != "cpu"])
+def test_product_of_quantized_rows_is_that_of_their_values(backend: Backend) -> None:
+    """Also with a tile of several tokens and with partitions."""
+    quantizer = replace(backend, name="triton") if backend.on_gpu else backend
+    weight = random_weight(40, 1152, 128, 128)
+    generator = torch.Generator().manual_seed(11)
+    for tokens, split_k in ((0, 1), (1, 1), (19, 2)):
+        x = rows_of(tokens, 1152, backend.dtype, generator)
+        words, scales = quantizer.run(quantize_rows, dict(x=x, block_k=K_BLOCK))
+        rows = QuantizedRows(words, scales, 1152, backend.dtype)
+        expected = backend.run(fp8_linear, dict(x=x, weight=weight, split_k=split_k))
+        actual = backend.run(fp8_linear, dict(x=rows, weight=weight, split_k=split_k))
+        assert same_bits(actual, expected) and actual.dtype == backend.dtype
+
+
+def test_reference_multiplies_quantized_rows() -> None:
+    weight = random_weight(24, 300, 128, 128)
+    x = rows_of(5, 300, torch.bfloat16, torch.Generator().manual_seed(12))
+    rows = QuantizedRows(*quantize_rows(x, K_BLOCK), 300, torch.bfloat16)
+    assert (len(rows), rows.shape, rows.device) == (5, (5, 300), x.device)
+    assert same_bits(fp8_linear(rows, weight), fp8_linear(x, weight))
 
 
 def exact_block(x: Tensor, w: Tensor) -> float:

@@ -1,5 +1,7 @@
 """activation_dtype: which checkpoints may quantize activations, and whole models that do."""
 
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,8 @@ import torch
 
 from lockstep import LLM, SamplingParams
 from lockstep.errors import ConfigError
-from lockstep.kernels.fp8_linear import fp8_linear
+from lockstep.kernels import Op
+from lockstep.kernels.fp8_linear import fp8_linear, quantize_add_rms_norm, quantize_silu_mul
 from lockstep.kernels.linear import linear
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Gemm, Linear
@@ -173,6 +176,54 @@ def test_answers_do_not_depend_on_drafts_chunks_or_batch(folder: Path) -> None:
     assert answers(folder, **chunked) == plain
     assert answers(folder, batch=False, speculative_config=MTP, dtype="float32", **chunked) == plain
     assert answers(folder, activation_dtype="auto") != plain
+
+
+def test_producers_that_quantize_change_no_bit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let norms and activations quantize on the CPU too, which products on a GPU alone ask for."""
+    kernels = "add_rms_norm=reference,silu_mul=reference"  # the ops whose bits the fused ones have
+    plain = answers(folder, kernels=kernels)
+    calls = Counter[str]()
+
+    def reads_codes(gemm: Gemm) -> bool:
+        return gemm.product is fp8_linear
+
+    def counting(op: Op) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            calls[op.name] += 1
+            return op.reference(*args, **options)
+
+        return call
+
+    monkeypatch.setattr(Gemm, "takes_codes", property(reads_codes))
+    for op in (quantize_silu_mul, quantize_add_rms_norm):
+        backend = op.backends["reference"]
+        monkeypatch.setitem(op.backends, "reference", backend._replace(run=counting(op)))
+    assert answers(folder, kernels=kernels) == plain
+    mlps = calls[quantize_silu_mul.name]
+    # The first layer's first norm has nothing to add; the last norm's reader is no linear layer.
+    layers = CONFIG["num_hidden_layers"]
+    assert mlps > 0 and calls[quantize_add_rms_norm.name] * layers == mlps * (2 * layers - 1)
+
+
+def test_layers_that_other_readers_need_quantize_themselves() -> None:
+    """Layers with an adapter, a plain part or a gathered input; and a layer of 16-bit products."""
+    build = context("fp8")
+    assert not Linear(build, 256, {"q_proj": 128}).takes_codes  # a CPU quantizes in its product
+    on_gpu = Linear(build, 256, {"q_proj": 128, "gate": 16})
+    on_gpu.gemms[0].prepack = None
+    assert on_gpu.takes_codes and on_gpu.reads_plain
+    on_gpu.add_adapters = lambda y, x, ctx: y
+    assert not on_gpu.takes_codes
+    alone = Linear(build, 256, {"q_proj": 128})
+    alone.gemms[0].prepack = None
+    assert alone.takes_codes and not alone.reads_plain
+    alone.gather_inputs = lambda x: x
+    assert not alone.takes_codes
+    usual = Linear(context("auto"), 256, {"q_proj": 128})
+    usual.gemms[0].prepack = None
+    assert not usual.takes_codes and usual.reads_plain
 
 
 def test_numerics_name_the_activations(folder: Path) -> None:

@@ -2,18 +2,26 @@
 
 from lockstep.kernels.fp8_linear.contract import (
     MIN_SCALE,
+    QuantizedRows,
     choose_fp8_split_k,
+    codes_of,
     fp8_linear,
     fused_sum,
+    quantize_add_rms_norm,
     quantize_rows,
+    quantize_silu_mul,
     row_codes,
 )
 
 __all__ = [
     "MIN_SCALE",
+    "QuantizedRows",
     "choose_fp8_split_k",
+    "codes_of",
     "fp8_linear",
     "fused_sum",
+    "quantize_add_rms_norm",
     "quantize_rows",
+    "quantize_silu_mul",
     "row_codes",
 ]

@@ -50,6 +50,33 @@ def quantize_rows_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any
             yield f"{tokens}x{k} by {block_k}", dict(x=x, block_k=block_k)
 
 
+def quantize_silu_mul_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (name, arguments of quantize_silu_mul on the CPU)."""
+    generator = torch.Generator().manual_seed(0)
+    for tokens, _, inner, _ in SIZES:
+        gate_up = rows_of(tokens, 2 * inner, dtype, generator)
+        yield f"{tokens}x{inner}", dict(gate_up=gate_up)
+
+
+def quantize_add_rms_norm_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (name, arguments of quantize_add_rms_norm on the CPU)."""
+    generator = torch.Generator().manual_seed(0)
+    for tokens, _, width, parts in SIZES:
+        x, delta = (rows_of(tokens, width, dtype, generator) for _ in range(2))
+        weight = torch.randn(width, generator=generator).to(dtype)
+        if parts > 1:
+            delta = torch.randn(parts, tokens, width, generator=generator)
+        arguments = dict(x=x, delta=delta, weight=weight, eps=1e-6, offset=float(parts > 1))
+        for keeps_norm in (False, True):
+            name = f"{tokens}x{width}, {parts} partials{', keeps its norm' * keeps_norm}"
+            yield name, arguments | dict(keeps_norm=keeps_norm)
+
+
+def quantize_add_rms_norm_traits(x: Tensor, **rest: Any) -> dict[str, Any]:
+    """Return the traits by which a layer with such arguments chooses a backend."""
+    return dict(width=x.shape[-1])
+
+
 def fp8_linear_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (name, arguments of fp8_linear on the CPU)."""
     generator = torch.Generator().manual_seed(0)

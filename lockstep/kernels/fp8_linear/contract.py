@@ -6,15 +6,20 @@ neighbours. On several ranks x is gathered in the model's dtype before it is qua
 rank computes the same codes.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.kernels.formats.weights import K_BLOCK, Fp8Weight, pack_codes
+from lockstep.kernels.activations import silu_mul
+from lockstep.kernels.formats.weights import K_BLOCK, Fp8Weight, pack_codes, unpack_codes
 from lockstep.kernels.formats.weights.fp8 import e4m3_values
 from lockstep.kernels.formats.weights.quantize import MAX_E4M3
 from lockstep.kernels.linear import choose_split_k, partition_length, tree_sum, write_out
 from lockstep.kernels.linear.prepacked import PrepackedWeight
+from lockstep.kernels.norm import add_rms_norm
 from lockstep.kernels.registry import op
 
 MIN_SCALE = 2.0**-126
@@ -45,6 +50,66 @@ def quantize_rows(x: Tensor, block_k: int) -> tuple[Tensor, Tensor]:
     return pack_codes(codes, 8), scales
 
 
+@dataclass(frozen=True)
+class QuantizedRows:
+    """Rows x [T, K] that their producer has quantized, with a scale per K_BLOCK columns.
+
+    words, scales: results of quantize_rows(x, K_BLOCK). k: K. dtype: of x. plain: x itself, for
+    products with plain weights; None if there are none.
+    """
+
+    words: Tensor
+    scales: Tensor
+    k: int
+    dtype: torch.dtype
+    plain: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.words), self.k
+
+    @property
+    def device(self) -> torch.device:
+        return self.words.device
+
+    def codes(self) -> tuple[Tensor, Tensor]:
+        """Return the codes [T, K] uint8 and the scales, as row_codes does."""
+        return unpack_codes(self.words, 8, 4 * self.words.shape[1])[:, : self.k], self.scales
+
+
+@op(needed_for="FP8 activations")
+def quantize_silu_mul(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute quantize_rows(silu_mul(gate_up), K_BLOCK), without silu_mul's result in memory.
+
+    gate_up: [T, 2I], its last stride 1. Returns: see quantize_rows.
+    """
+    words, scales = quantize_rows(silu_mul(gate_up), K_BLOCK)
+    return words, scales
+
+
+@op(needed_for="FP8 activations")
+def quantize_add_rms_norm(
+    x: Tensor,
+    delta: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float = 0.0,
+    keeps_norm: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Compute add_rms_norm and quantize_rows(norm, K_BLOCK) in one op.
+
+    x: [T, D]. delta, weight, eps, offset: see add_rms_norm. keeps_norm: whether a plain weight
+    reads the norm too.
+
+    Returns: (sum, norm or None, words, scales).
+    """
+    total, norm = add_rms_norm(x, delta, weight, eps, offset)
+    return total, norm if keeps_norm else None, *quantize_rows(norm, K_BLOCK)
+
+
 def row_codes(x: Tensor, block_k: int) -> tuple[Tensor, Tensor]:
     """Return the codes [T, K] uint8 and the scales of quantize_rows."""
     rows, k = x.shape
@@ -66,6 +131,14 @@ def fused_sum(d: Tensor, scale: Tensor, total: Tensor) -> Tensor:
     return torch.addcmul(total.double(), d.double(), scale.double()).float()
 
 
+def codes_of(x: Tensor | QuantizedRows, block_k: int) -> tuple[Tensor, Tensor]:
+    """Return the codes [T, K] uint8 and the scales of rows that may be quantized already."""
+    if isinstance(x, QuantizedRows):
+        assert block_k == K_BLOCK, "producers have a scale per block"
+        return x.codes()
+    return row_codes(x, block_k)
+
+
 def choose_fp8_split_k(n: int, k: int, device: str) -> int:
     """Return the split-K count of fp8_linear, which a plain 16-bit weight of this shape has too.
 
@@ -77,7 +150,7 @@ def choose_fp8_split_k(n: int, k: int, device: str) -> int:
 
 @op(needed_for="FP8 activations")
 def fp8_linear(
-    x: Tensor,
+    x: Tensor | QuantizedRows,
     weight: Fp8Weight | PrepackedWeight,
     split_k: int = 1,
     allow_partials: bool = False,
@@ -98,16 +171,18 @@ def fp8_linear(
     fp16, which represents every code. See fused_sum for fma on a CPU.
 
     Args:
-        x: [T, K], its last stride 1.
+        x: [T, K], its last stride 1; or such rows quantized, for a weight with blocks of K_BLOCK
+            columns.
         weight: [N, K] with block_k of K_BLOCK, or of K or more; or prepacked for a CPU.
         split_k: number of split-K partitions; above 1, partition_length is a multiple of K_BLOCK.
             See choose_fp8_split_k.
         allow_partials, out: see lockstep.kernels.linear.linear.
     """
     if isinstance(weight, PrepackedWeight):
-        return write_out(weight.define(x), out)
+        prepacked: Any = weight  # its class is the CPU backend's
+        return write_out(prepacked.define(x), out)
     k = weight.k
-    codes, x_scales = row_codes(x, weight.block_k)
+    codes, x_scales = codes_of(x, weight.block_k)
     w_scales = weight.with_row_scales().scales
     x_values = e4m3_values(codes).double()
     w_values = e4m3_values(weight.codes()).double()

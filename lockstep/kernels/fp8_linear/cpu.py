@@ -10,7 +10,7 @@ from torch import Tensor
 from lockstep.kernels.backends import cpu_trait
 from lockstep.kernels.formats.weights import K_BLOCK, Fp8Weight
 from lockstep.kernels.formats.weights.fp8 import e4m3_values
-from lockstep.kernels.fp8_linear import fp8_linear, fused_sum, row_codes
+from lockstep.kernels.fp8_linear import QuantizedRows, codes_of, fp8_linear, fused_sum
 from lockstep.kernels.linear import partition_length, tree_sum, write_out
 from lockstep.kernels.linear.prepacked import PrepackedWeight
 
@@ -60,21 +60,22 @@ class PrepackedFp8Weight(PrepackedWeight):
         """See PrepackedWeight."""
         return self.quantized().dequantize(self.dtype)
 
-    def define(self, x: Tensor) -> Tensor:
+    def define(self, x: Tensor | QuantizedRows) -> Tensor:
         """See PrepackedWeight."""
         product: Tensor = fp8_linear.reference(x, self.quantized(), self.split_k)
         return product
 
-    def multiply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def multiply(self, x: Tensor | QuantizedRows, out: Tensor | None = None) -> Tensor:
         """See PrepackedWeight."""
         rows = max(1, MAX_SUMS // (len(self.tiles[0]) * self.shape[0]))
-        product = torch.cat([self._multiply_rows(part) for part in x.split(rows)])
+        codes, scales = codes_of(x, self.block_k)
+        parts = zip(codes.split(rows), scales.split(rows), strict=True)
+        product = torch.cat([self._multiply_rows(*part) for part in parts])
         return write_out(product.to(x.dtype), out)
 
-    def _multiply_rows(self, x: Tensor) -> Tensor:
-        """Multiply a few rows x [T, K]. Returns [T, N] fp32."""
+    def _multiply_rows(self, codes: Tensor, x_scales: Tensor) -> Tensor:
+        """Multiply a few rows of codes [T, K]. Returns [T, N] fp32."""
         k = self.shape[1]
-        codes, x_scales = row_codes(x, self.block_k)
         sums = self._sums_of_blocks(codes)
         by_block = self.block_k < k
         length = -(-partition_length(k, self.split_k) // K_BLOCK)
@@ -104,8 +105,8 @@ class PrepackedFp8Weight(PrepackedWeight):
 
 @fp8_linear.backend("cpu", supports=cpu_trait)
 def fp8_linear_cpu(
-    x: Tensor,
-    weight: Fp8Weight | PrepackedWeight,
+    x: Tensor | QuantizedRows,
+    weight: Fp8Weight | PrepackedFp8Weight,
     split_k: int = 1,
     allow_partials: bool = False,
     out: Tensor | None = None,

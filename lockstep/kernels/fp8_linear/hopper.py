@@ -37,13 +37,13 @@ from lockstep.kernels.device.pipeline import next_stage
 from lockstep.kernels.device.swizzle import swizzled_tile
 from lockstep.kernels.formats.weights import K_BLOCK as WORD_COLUMNS
 from lockstep.kernels.formats.weights import Fp8Weight
-from lockstep.kernels.fp8_linear import fp8_linear
+from lockstep.kernels.fp8_linear import QuantizedRows, fp8_linear
 from lockstep.kernels.fp8_linear.triton import (
     SCALE_ALIGNMENT,
     Fp8Tile,
     choose_tile,
     fp8_linear_triton,
-    quantize_rows_triton,
+    rows_of,
     run_kernel,
 )
 from lockstep.kernels.linear import partition_length
@@ -371,7 +371,7 @@ def tile_of(
 
 
 def launch_hopper(
-    x: Tensor,
+    x: Tensor | QuantizedRows,
     weight: Fp8Weight,
     split_k: int,
     tile: HopperTile,
@@ -379,7 +379,7 @@ def launch_hopper(
     out: Tensor,
 ) -> None:
     """Fill out [T, N], or partials [split_k, T, N] fp32 where the tile splits."""
-    words, x_scales = quantize_rows_triton(x, weight.block_k)
+    words, x_scales = rows_of(x, weight.block_k)
     tokens = len(x)
     n, k = weight.shape
     codes = words.view(torch.float8_e4m3fn)
@@ -415,7 +415,7 @@ def _supports(**traits: Any) -> str | None:
 
 @fp8_linear.backend("hopper", supports=_supports)
 def fp8_linear_hopper(
-    x: Tensor,
+    x: Tensor | QuantizedRows,
     weight: Fp8Weight,
     split_k: int = 1,
     allow_partials: bool = False,

@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 
+from lockstep.kernels.device.activations import silu_product
 from lockstep.kernels.device.dequantize import e4m3_to_fp32
 from lockstep.kernels.device.fp8 import MAX_E4M3_BITS, round_to_fp8
 from lockstep.kernels.device.swizzle import swizzled_tile
@@ -11,6 +12,7 @@ from lockstep.kernels.device.tree_reduction import reduce_partitions
 from lockstep.kernels.formats.weights import K_BLOCK as WORD_COLUMNS
 from lockstep.kernels.formats.weights import quantize
 from lockstep.kernels.fp8_linear import contract
+from lockstep.kernels.norm.kernels import add_and_norm
 
 K_BLOCK = tl.constexpr(WORD_COLUMNS)
 """Columns of a block: one chain of FP8 products, and the columns that words interleave."""
@@ -87,6 +89,35 @@ def codes_of(x, scale, in_row, NATIVE: tl.constexpr):
     return tl.where(in_row, codes, 0).to(tl.uint8)
 
 
+@triton.jit
+def block_columns(first, BLOCKS: tl.constexpr):
+    """Return the columns [BLOCKS, 128] of BLOCKS blocks from column `first` on."""
+    return tl.arange(0, BLOCKS)[:, None] * K_BLOCK + tl.arange(0, K_BLOCK)[None, :] + first
+
+
+@triton.jit
+def store_codes(codes, words_ptr, first, padded_words, BLOCKS: tl.constexpr):
+    """Store codes [BLOCKS, 128] of a row from column `first` on as words."""
+    words = tl.arange(0, BLOCKS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :] + first // 4
+    tl.store(words_ptr + words, pack(codes, BLOCKS), mask=words < padded_words)
+
+
+@triton.jit
+def store_blocks(
+    x, words_ptr, scales_ptr, first, K, padded_words, groups, scale_stride,
+    BLOCKS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Quantize x [BLOCKS, 128] fp32, a row's columns from `first` on, with a scale per block.
+
+    x is 0 past column K. words_ptr, scales_ptr: of the row; see quantize_rows_kernel.
+    """
+    scale = scale_of(tl.max(magnitude_bits(x), 1))[:, None]
+    codes = codes_of(x, scale, block_columns(first, BLOCKS) < K, NATIVE)
+    store_codes(codes, words_ptr, first, padded_words, BLOCKS)
+    group = tl.arange(0, BLOCKS)[:, None] + first // K_BLOCK
+    tl.store(scales_ptr + group * scale_stride, scale, mask=group < groups)
+
+
 @triton.jit(do_not_specialize=["scale_stride"])
 def quantize_rows_kernel(
     x_ptr, words_ptr, scales_ptr, K, padded_words, x_stride, groups, scale_stride,
@@ -104,32 +135,76 @@ def quantize_rows_kernel(
     x_ptr += row * x_stride
     words_ptr += row * padded_words
     scales_ptr += row
-    positions = K_BLOCK * tl.arange(0, BLOCKS)[:, None] + tl.arange(0, K_BLOCK)[None, :]
-    word_positions = WORDS * tl.arange(0, BLOCKS)[:, None] + tl.arange(0, WORDS)[None, :]
     if BY_BLOCK:
         first = tl.program_id(1) * BLOCKS * K_BLOCK
-        columns = first + positions
+        columns = block_columns(first, BLOCKS)
         x = tl.load(x_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
-        scale = scale_of(tl.max(magnitude_bits(x), 1))[:, None]
-        codes = codes_of(x, scale, columns < K, NATIVE)
-        words = first // 4 + word_positions
-        tl.store(words_ptr + words, pack(codes, BLOCKS), mask=words < padded_words)
-        group = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
-        tl.store(scales_ptr + group * scale_stride, scale, mask=group < groups)
+        store_blocks(
+            x, words_ptr, scales_ptr, first, K, padded_words, groups, scale_stride, BLOCKS, NATIVE
+        )
     else:
         max_bits = tl.zeros((BLOCKS, K_BLOCK), tl.int32)
         for first in range(0, K, BLOCKS * K_BLOCK):
-            columns = first + positions
+            columns = block_columns(first, BLOCKS)
             x = tl.load(x_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
             max_bits = tl.maximum(max_bits, magnitude_bits(x))
         scale = scale_of(tl.max(tl.max(max_bits, 1), 0))
         tl.store(scales_ptr, scale)
         for first in range(0, K, BLOCKS * K_BLOCK):
-            columns = first + positions
+            columns = block_columns(first, BLOCKS)
             x = tl.load(x_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
             codes = codes_of(x, scale, columns < K, NATIVE)
-            words = first // 4 + word_positions
-            tl.store(words_ptr + words, pack(codes, BLOCKS), mask=words < padded_words)
+            store_codes(codes, words_ptr, first, padded_words, BLOCKS)
+
+
+@triton.jit(do_not_specialize=["scale_stride"])
+def quantize_silu_mul_kernel(
+    gate_up_ptr, words_ptr, scales_ptr, N, padded_words, stride, groups, scale_stride,
+    BLOCKS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Compute BLOCKS blocks of one row of silu_mul and quantize them: CTA (row, part).
+
+    gate_up_ptr: [T, 2 N], rows `stride` apart. words_ptr, scales_ptr: see quantize_rows_kernel.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCKS * K_BLOCK
+    columns = block_columns(first, BLOCKS)
+    gate_up_ptr += row * stride + columns
+    gate = tl.load(gate_up_ptr, mask=columns < N, other=0.0)
+    up = tl.load(gate_up_ptr + N, mask=columns < N, other=0.0)
+    # Rounded to the model's dtype first, as the result of silu_mul in memory would be.
+    x = silu_product(gate, up, gate_up_ptr.dtype.element_ty).to(tl.float32)
+    store_blocks(
+        x, words_ptr + row * padded_words, scales_ptr + row, first, N, padded_words, groups,
+        scale_stride, BLOCKS, NATIVE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["scale_stride"])
+def quantize_add_rms_norm_kernel(
+    x, parts, weight, total, out, words_ptr, scales_ptr, inner, x_outer, x_inner, part, part_outer,
+    part_inner, eps, offset, padded_words, groups, scale_stride,
+    PARTS: tl.constexpr, KEEPS_NORM: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Add delta to one row of x, norm the sum and quantize the norm.
+
+    The norm is stored with KEEPS_NORM alone; `out` is not read otherwise. BLOCK is a multiple of
+    128. words_ptr, scales_ptr: see quantize_rows_kernel. All else: see add_rms_norm_kernel.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, BLOCK)
+    norm = add_and_norm(
+        x, parts, weight, total, row, offs, inner, x_outer, x_inner, part, part_outer, part_inner,
+        eps, offset, PARTS, D,
+    )  # fmt: skip
+    if KEEPS_NORM:
+        tl.store(out + row * D + offs, norm, mask=offs < D)
+    blocks = tl.reshape(norm.to(tl.float32), (BLOCK // K_BLOCK, K_BLOCK))
+    store_blocks(
+        blocks, words_ptr + row * padded_words, scales_ptr + row, 0, D, padded_words, groups,
+        scale_stride, BLOCK // K_BLOCK, NATIVE,
+    )  # fmt: skip
 
 
 @triton.jit

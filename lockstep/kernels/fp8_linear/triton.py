@@ -1,4 +1,4 @@
-"""quantize_rows and fp8_linear in Triton.
+"""quantize_rows, its fused forms and fp8_linear in Triton.
 
 Rows are quantized by a separate launch: with one scale per row, a prologue of the product would
 read the whole row in every CTA before its first product. See docs/kernels/fp8_linear.md.
@@ -18,10 +18,22 @@ from lockstep.kernels.architecture import fit_stages
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.compile_target import NATIVE_FP8, CompileTarget, compile_target
 from lockstep.kernels.formats.weights import K_BLOCK, Fp8Weight, words_per_row
-from lockstep.kernels.fp8_linear import fp8_linear, quantize_rows
-from lockstep.kernels.fp8_linear.kernels import fp8_gemm_kernel, quantize_rows_kernel
+from lockstep.kernels.fp8_linear import (
+    QuantizedRows,
+    fp8_linear,
+    quantize_add_rms_norm,
+    quantize_rows,
+    quantize_silu_mul,
+)
+from lockstep.kernels.fp8_linear.kernels import (
+    fp8_gemm_kernel,
+    quantize_add_rms_norm_kernel,
+    quantize_rows_kernel,
+    quantize_silu_mul_kernel,
+)
 from lockstep.kernels.linear import partition_length
 from lockstep.kernels.linear.triton import reduce_partials
+from lockstep.kernels.norm.triton import norm_trait, row_layout, row_view
 
 GROUP = 8
 """Row tiles that share a column tile's weights in L2."""
@@ -80,32 +92,104 @@ def quantize_rows_triton(x: Tensor, block_k: int) -> tuple[Tensor, Tensor]:
     tokens, k = x.shape
     by_block = block_k < k
     assert not by_block or block_k == K_BLOCK, "checkpoints have blocks of 128 columns"
-    groups = -(-k // block_k)
-    words = torch.empty(tokens, words_per_row(k, 8), dtype=torch.int32, device=x.device)
-    # The scales of a block are next to each other: a product reads those of its tokens.
-    scales = torch.empty(
-        groups, triton.cdiv(tokens, SCALE_ALIGNMENT) * SCALE_ALIGNMENT, device=x.device
-    )
-    padded_blocks = words.shape[1] * 4 // K_BLOCK
+    rows = _Rows(tokens, k, block_k, x.device)
+    padded_blocks = rows.words.shape[1] * 4 // K_BLOCK
     blocks = SCALED_BLOCKS if by_block else ROW_BLOCKS
     blocks = min(blocks, triton.next_power_of_2(padded_blocks))
     parts = triton.cdiv(padded_blocks, blocks) if by_block else 1
     warps = max(blocks // BLOCKS_PER_WARP, 1) if by_block else ROW_WARPS
     if tokens:
         quantize_rows_kernel[(tokens, parts)](
-            x, words, scales, k, words.shape[1], x.stride(0), groups, scales.shape[1], by_block,
-            blocks, is_native(compile_target(x.device)), num_warps=warps, enable_fp_fusion=False,
+            x, rows.words, rows.scales, k, rows.words.shape[1], x.stride(0), *rows.scales_shape,
+            by_block, blocks, rows.native, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
-    return words, scales[:, :tokens].t()
+    return rows.result()
+
+
+class _Rows:
+    """Memory of the codes and scales of rows [tokens, k]; see quantize_rows.
+
+    The scales of a block are next to each other: a product reads those of its tokens.
+    """
+
+    def __init__(self, tokens: int, k: int, block_k: int, device: torch.device) -> None:
+        padded = triton.cdiv(tokens, SCALE_ALIGNMENT) * SCALE_ALIGNMENT
+        self.tokens = tokens
+        self.words = torch.empty(tokens, words_per_row(k, 8), dtype=torch.int32, device=device)
+        self.scales = torch.empty(-(-k // block_k), padded, device=device)
+        self.scales_shape = tuple(self.scales.shape)
+        self.native = is_native(compile_target(device))
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return words and scales as quantize_rows does."""
+        return self.words, self.scales[:, : self.tokens].t()
+
+
+@quantize_silu_mul.backend("triton", supports=gpu_trait)
+def quantize_silu_mul_triton(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """See lockstep.kernels.fp8_linear.contract.quantize_silu_mul."""
+    tokens, width = gate_up.shape
+    inner = width // 2
+    rows = _Rows(tokens, inner, K_BLOCK, gate_up.device)
+    padded_blocks = rows.words.shape[1] * 4 // K_BLOCK
+    blocks = min(SCALED_BLOCKS, triton.next_power_of_2(padded_blocks))
+    if tokens:
+        quantize_silu_mul_kernel[(tokens, triton.cdiv(padded_blocks, blocks))](
+            gate_up, rows.words, rows.scales, inner, rows.words.shape[1], gate_up.stride(0),
+            *rows.scales_shape, blocks, rows.native,
+            num_warps=max(blocks // BLOCKS_PER_WARP, 1), enable_fp_fusion=False,
+        )  # fmt: skip
+    return rows.result()
+
+
+@quantize_add_rms_norm.backend("triton", supports=norm_trait)
+def quantize_add_rms_norm_triton(
+    x: Tensor,
+    delta: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float = 0.0,
+    keeps_norm: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """See lockstep.kernels.fp8_linear.contract.quantize_add_rms_norm. Partials are contiguous."""
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    norm = torch.empty_like(total) if keeps_norm else None
+    tokens, width = x.shape
+    rows = _Rows(tokens, width, K_BLOCK, x.device)
+    strided, inner, *strides = row_view(x)
+    parts = delta if delta.dim() > x.dim() else delta[None]
+    first, _, *part_strides = row_view(parts[0])
+    layout = row_layout(width)
+    layout["BLOCK"] = max(layout["BLOCK"], K_BLOCK)
+    if tokens:
+        quantize_add_rms_norm_kernel[(tokens,)](
+            strided, first, weight, total, norm, rows.words, rows.scales, inner, *strides,
+            parts.stride(0), *part_strides, eps, offset, rows.words.shape[1], *rows.scales_shape,
+            PARTS=parts.shape[0], KEEPS_NORM=keeps_norm, NATIVE=rows.native, **layout,
+        )  # fmt: skip
+    return total, norm, *rows.result()
+
+
+def rows_of(x: Tensor | QuantizedRows, block_k: int) -> tuple[Tensor, Tensor]:
+    """Return words and scales of rows: those of their producer, or of a launch."""
+    if isinstance(x, QuantizedRows):
+        assert block_k == K_BLOCK, "producers have a scale per block"
+        return x.words, x.scales
+    return quantize_rows_triton(x, block_k)
 
 
 def launch(
-    x: Tensor, weight: Fp8Weight, split_k: int, tile: Fp8Tile, target: CompileTarget, out: Tensor
+    x: Tensor | QuantizedRows,
+    weight: Fp8Weight,
+    split_k: int,
+    tile: Fp8Tile,
+    target: CompileTarget,
+    out: Tensor,
 ) -> None:
     """Fill out [T, N], or partials [split_k, T, N] fp32 where the tile splits."""
     tokens, k = x.shape
     n = weight.shape[0]
-    words, scales = quantize_rows_triton(x, weight.block_k)
+    words, scales = rows_of(x, weight.block_k)
     native = is_native(target)
     dtype = torch.float8_e4m3fn if native else torch.uint8
     parts = out.numel() // (tokens * n)
@@ -121,7 +205,7 @@ def launch(
 
 def run_kernel(
     fill: Callable[[Tensor], None],
-    x: Tensor,
+    x: Tensor | QuantizedRows,
     n: int,
     num_partials: int,
     allow_partials: bool,
@@ -137,7 +221,7 @@ def run_kernel(
         partials = torch.empty(num_partials, tokens, n, dtype=torch.float32, device=x.device)
         fill(partials)
         return partials if allow_partials else reduce_partials(partials, x.dtype)
-    y = x.new_empty(tokens, n) if out is None else out
+    y = torch.empty(tokens, n, dtype=x.dtype, device=x.device) if out is None else out
     if tokens:
         fill(y)
     return y
@@ -145,7 +229,7 @@ def run_kernel(
 
 @fp8_linear.backend("triton", supports=gpu_trait)
 def fp8_linear_triton(
-    x: Tensor,
+    x: Tensor | QuantizedRows,
     weight: Fp8Weight,
     split_k: int = 1,
     allow_partials: bool = False,

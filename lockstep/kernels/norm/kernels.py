@@ -35,13 +35,37 @@ def rms_norm_kernel(
 
 
 @triton.jit
-def store_sum_and_norm(x, delta, scale, total, out, offs, eps, D: tl.constexpr):
-    """Store the rounded sum of one row of x, fp32, and of delta, and the sum's norm times scale."""
+def store_sum(x, delta, scale, total, offs, eps, D: tl.constexpr):
+    """Store the rounded sum of one row of x, fp32, and of delta; return its norm times scale."""
     added = (x + delta.to(tl.float32)).to(total.dtype.element_ty)
     tl.store(total + offs, added, mask=offs < D)
     # The norm reads the rounded sum: that is what the next layer's residual is.
-    values = _normalize(added, eps, D) * scale
-    tl.store(out + offs, values.to(out.dtype.element_ty), mask=offs < D)
+    return (_normalize(added, eps, D) * scale).to(total.dtype.element_ty)
+
+
+@triton.jit
+def store_sum_and_norm(x, delta, scale, total, out, offs, eps, D: tl.constexpr):
+    """Store the rounded sum of one row of x, fp32, and of delta, and the sum's norm times scale."""
+    norm = store_sum(x, delta, scale, total, offs, eps, D)
+    tl.store(out + offs, norm, mask=offs < D)
+
+
+@triton.jit
+def add_and_norm(
+    x, parts, weight, total, row, offs, inner, x_outer, x_inner, part, part_outer, part_inner, eps,
+    offset, PARTS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Store the sum of delta and one row of x; return its norm, rounded once, at columns offs.
+
+    delta: the rounded tree sum of PARTS split-K partials, `part` elements apart.
+    """
+    scale = offset + tl.load(weight + offs, mask=offs < D, other=0.0).to(tl.float32)
+    x += row // inner * x_outer + row % inner * x_inner
+    parts += row // inner * part_outer + row % inner * part_inner
+    added = tl.load(x + offs, mask=offs < D, other=0.0).to(tl.float32)
+    # Rounded to the residual's dtype before the addition, as two separate ops would.
+    delta = load_tree_sum(parts, offs, part, offs < D, PARTS).to(total.dtype.element_ty)
+    return store_sum(added, delta, scale, total + row * D, offs, eps, D)
 
 
 @triton.jit
@@ -49,19 +73,14 @@ def add_rms_norm_kernel(
     x, parts, weight, total, out, inner, x_outer, x_inner, part, part_outer, part_inner, eps,
     offset, PARTS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add delta to one row of x and norm the sum.
-
-    delta: the rounded tree sum of PARTS split-K partials, `part` elements apart.
-    """
+    """Add delta to one row of x and norm the sum. See add_and_norm."""
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
-    scale = offset + tl.load(weight + offs, mask=offs < D, other=0.0).to(tl.float32)
-    x += row // inner * x_outer + row % inner * x_inner
-    parts += row // inner * part_outer + row % inner * part_inner
-    added = tl.load(x + offs, mask=offs < D, other=0.0).to(tl.float32)
-    # Rounded to the residual's dtype before the addition, as two separate ops would.
-    delta = load_tree_sum(parts, offs, part, offs < D, PARTS).to(total.dtype.element_ty)
-    store_sum_and_norm(added, delta, scale, total + row * D, out + row * D, offs, eps, D)
+    norm = add_and_norm(
+        x, parts, weight, total, row, offs, inner, x_outer, x_inner, part, part_outer, part_inner,
+        eps, offset, PARTS, D,
+    )  # fmt: skip
+    tl.store(out + row * D + offs, norm, mask=offs < D)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ An H200 starts at most 1.6 CTAs per ns, so one CTA per narrow row would be limit
 """
 
 
-def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
+def row_view(x: Tensor) -> tuple[Tensor, int, int, int]:
     """View x [..., D] as [outer, inner, D], copying only if the last stride is not 1.
 
     Returns the view, inner, and the strides of both dimensions.
@@ -53,17 +53,17 @@ def rows_per_cta(width: int) -> int:
     return max(1, CTA_ELEMENTS // triton.next_power_of_2(width))
 
 
-def _supports(**traits: Any) -> str | None:
+def norm_trait(**traits: Any) -> str | None:
     """Return None if one CTA can norm rows of this width, else the reason why not."""
     width = traits.get("width", 1)
     return f"width {width} is above {MAX_WIDTH}" if width > MAX_WIDTH else gpu_trait(**traits)
 
 
-@rms_norm.backend("triton", supports=_supports)
+@rms_norm.backend("triton", supports=norm_trait)
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """Run one CTA per row: see lockstep.kernels.norm.rms_norm."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows, inner, *strides = _rows(x)
+    rows, inner, *strides = row_view(x)
     if x.numel():
         grid = (rows.shape[0] * inner,)
         layout = row_layout(x.shape[-1])
@@ -71,15 +71,15 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) 
     return out
 
 
-@add_rms_norm.backend("triton", supports=_supports)
+@add_rms_norm.backend("triton", supports=norm_trait)
 def add_rms_norm_triton(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Run one CTA per row: see lockstep.kernels.norm.add_rms_norm. Partials are contiguous."""
     total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    rows, inner, *strides = _rows(x)
+    rows, inner, *strides = row_view(x)
     parts = delta if delta.dim() > x.dim() else delta[None]
-    first, _, *part_strides = _rows(parts[0])
+    first, _, *part_strides = row_view(parts[0])
     if x.numel():
         grid = (rows.shape[0] * inner,)
         add_rms_norm_kernel[grid](
@@ -89,13 +89,13 @@ def add_rms_norm_triton(
     return total, out
 
 
-@gated_rms_norm.backend("triton", supports=_supports)
+@gated_rms_norm.backend("triton", supports=norm_trait)
 def gated_rms_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Run a few rows per CTA: see lockstep.kernels.norm.gated_rms_norm."""
     return _launch_gated(gated_rms_norm_kernel, x, gate, weight, eps)
 
 
-@gated_group_norm.backend("triton", supports=_supports)
+@gated_group_norm.backend("triton", supports=norm_trait)
 def gated_group_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Run a few rows per CTA: see norm.gated_group_norm. x, gate [T, G, D]; weight contiguous."""
     return _launch_gated(gated_group_norm_kernel, x, gate, weight, eps)
@@ -104,8 +104,8 @@ def gated_group_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float)
 def _launch_gated(kernel: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Launch a kernel of the gated norms with a few rows per CTA."""
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    rows, inner, *strides = _rows(x)
-    gates, _, *gate_strides = _rows(gate)
+    rows, inner, *strides = row_view(x)
+    gates, _, *gate_strides = row_view(gate)
     if x.numel():
         count = rows.shape[0] * inner
         cta_rows = rows_per_cta(x.shape[-1])

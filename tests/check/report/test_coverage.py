@@ -25,6 +25,7 @@ UNUSED_OPS = {
     *("mamba2_step", "mamba2_chunk", "gated_group_norm", "relu2"),
     *("latent_attention", "latent_rope_and_cache", "head_linear"),
     *("block_step", "exchange", "exchange_add_rms_norm", "fp8_linear", "quantize_rows"),
+    *("quantize_silu_mul", "quantize_add_rms_norm"),
 }
 """Ops that the tiny model does not use; tests/kernels, tests/layers and tests/spec run them."""
 
