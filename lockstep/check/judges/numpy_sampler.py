@@ -175,8 +175,11 @@ def filter_mask(scores: Floats, params: SamplingParams, tolerance: float) -> NDA
 def _slack(scores: Floats, tolerance: float) -> Floats:
     """Return the slack [V] of comparisons with each score: `tolerance`, and its rounding in fp32.
 
-    Scores at low temperatures are large, so their rounding is larger than the tolerance.
+    Scores at low temperatures are large, so their rounding is larger than the tolerance. Without a
+    tolerance there is no slack.
     """
+    if tolerance == 0:
+        return np.zeros_like(scores)
     finite = np.where(np.isfinite(scores), scores, 0.0)
     return tolerance + np.copysign(FP32_ROUNDING * np.abs(finite), tolerance)
 

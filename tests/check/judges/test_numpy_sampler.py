@@ -127,7 +127,7 @@ def test_rounding_decides_between_tokens_at_the_end_of_top_p() -> None:
     scores[9] = scores[5]
     assert kept(tolerance) == kept(-tolerance) == [3, 5], "of equal scores the first stays"
     scores[9] -= 3 * tolerance
-    assert kept(tolerance) == kept(-tolerance) == [3, 5]
+    assert kept(tolerance) == kept(-tolerance) == kept(0.0) == [3, 5]
 
 
 def test_rounding_decides_which_of_the_likeliest_tokens_stays() -> None:
