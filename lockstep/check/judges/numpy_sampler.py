@@ -279,6 +279,14 @@ def wrong_token(
     return f"token {token} is not the one that the logits and parameters give (off by {gap:.2g})"
 
 
+def may_allow_no_token(context: TokenContext, params: SamplingParams, vocab: int) -> bool:
+    """Return whether the parameters allow no token, or may allow none together with a form."""
+    permitted = masked_logits(np.zeros(vocab), context, params) > -np.inf
+    if not permitted.any():
+        return True
+    return context.has_unknown_form and context.content is not None and not permitted.all()
+
+
 def wrong_form(text: str, regex: str | None, schema: object) -> str | None:
     """Return what is wrong with a complete content, or None.
 
@@ -303,8 +311,12 @@ def wrong_end(
     eos_ids: frozenset[int],
     params: SamplingParams,
     max_output_tokens: int,
+    may_fail: bool = False,
 ) -> str | None:
-    """Return what is wrong with an output's ending, or None."""
+    """Return what is wrong with an output's ending, or None.
+
+    may_fail: the output may end with an error, since no token may be allowed after its last one.
+    """
     expected: tuple[str | None, int | None] = (None, None)
     for index, token in enumerate(tokens):
         if expected[0] is not None:
@@ -318,6 +330,8 @@ def wrong_end(
             expected = "length", None
     # The text decides about a stop string; this judge sees tokens only.
     if isinstance(ending[1], str):
+        return None
+    if may_fail and expected[0] is None and ending == ("error", None):
         return None
     return None if expected == ending else f"it ended with {ending} instead of {expected}"
 

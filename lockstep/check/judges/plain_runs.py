@@ -390,8 +390,11 @@ def _first_fault(
             return index, fault
     max_output_tokens = max_model_len - len(request.prompt_token_ids)
     max_output_tokens = min(params.max_tokens or max_output_tokens, max_output_tokens)
+    may_fail = answer.ending[0] == "error" and numpy_sampler.may_allow_no_token(
+        replace(first, answer=answer.tokens), params, raw.shape[1]
+    )
     fault = numpy_sampler.wrong_end(
-        answer.tokens, answer.ending, request.eos_token_ids, params, max_output_tokens
+        answer.tokens, answer.ending, request.eos_token_ids, params, max_output_tokens, may_fail
     )
     if fault is None and params.prompt_logprobs is not None:
         fault = _wrong_prompt(answer, request, params.prompt_logprobs)
