@@ -166,7 +166,6 @@ def filter_mask(scores: Floats, params: SamplingParams, tolerance: float) -> NDA
             larger += np.searchsorted(ordered, scores, side="left")
         keep &= is_top | (larger < params.top_k)
     if params.top_p < 1:
-        remaining = np.where(keep, scores, -np.inf)
         before = _mass_before(np.where(keep, scores, -np.inf), tolerance)
         keep &= (before == 0) | (before < params.top_p + tolerance)
     return keep
