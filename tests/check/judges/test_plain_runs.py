@@ -8,10 +8,13 @@ from lockstep.answer import Answer
 from lockstep.check.engines import Conversation, build_plain, rendered
 from lockstep.check.judges import numpy_sampler
 from lockstep.check.judges.plain_runs import PlainRuns, _wrong_prompt, thought_tags
+from lockstep.check.random_adapters import RandomAdapters
+from lockstep.layers.lora import LoRA
 from lockstep.outputs import RequestMetrics
 from lockstep.sampling_params import SamplingParams, StructuredOutputsParams
 from lockstep.scheduling.request import Request
 from lockstep.text.processor import Rendered
+from lockstep.worker.executor import worker_of
 
 
 def wrong_prompt(*entry: tuple[int, float, int]) -> str | None:
@@ -96,3 +99,19 @@ def test_form_and_banned_tokens_may_leave_none(is_known: bool) -> None:
     some = SamplingParams(allowed_token_ids=[4, 5])
     assert numpy_sampler.may_allow_no_token(context, some, 9) == (not is_known)
     assert not numpy_sampler.may_allow_no_token(context, SamplingParams(), 9)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_adapter_that_changes_nothing_is_named(
+    works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All runs of such an adapter are equal, and so are those of another one."""
+    engine = build_plain(None, {})
+    adapters = RandomAdapters(worker_of(engine.engine).model)
+    plain = PlainRuns(engine, lambda: build_plain(None, adapters.settings())).of("second")
+    if not works:
+        monkeypatch.setattr(LoRA, "forward", lambda self, y, x, step: y)
+    plain.answers([70, 71, 72], SamplingParams(max_tokens=2))
+    assert [fault.what for fault in plain.faults] == (
+        [] if works else ["the adapter second changes no logit"]
+    )
