@@ -61,6 +61,7 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.scheduler import Scheduler
 from lockstep.step import PAGE_SIZE
 from lockstep.worker.executor import worker_of
+from lockstep.worker.worker import LaunchedRow, Worker
 from tests.check.faulty import flip_last_logit_bit
 
 DRAFTERS = tuple(spec.DRAFTERS)
@@ -445,7 +446,27 @@ def test_preempted_request_returns_under_another_row_or_later(
     scenario = Scenario(Kind("oracle", 3), Limits(chunk=64), (request, OTHER))
     events, met = play(plain, build_kind, scenario)
     assert {("preempted", phase), ("return", returns)} <= met
-    assert returns != ANOTHER_ROW or events[OTHER_ROWS] == 1
+    # In the answer both run, and exchange their rows. In the prompt the other one waits.
+    expected = 2 if phase == IN_ANSWER else 1
+    assert returns != ANOTHER_ROW or events[OTHER_ROWS] == expected
+
+
+def test_results_of_a_row_that_has_a_new_owner_are_judged(
+    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt loses its row while a step is in flight, whose results have log-probabilities."""
+    params = {**PHASED.params, "prompt_logprobs": 3}
+    request = replace(PHASED, params=params, preempt=(IN_PROMPT,), returns=ANOTHER_ROW, arrival=3)
+    scenario = Scenario(Kind("oracle", 3, in_flight=2), Limits(chunk=64), (request, OTHER))
+    play(plain, build_kind, scenario)
+    prompt_logprobs = Worker._prompt_logprobs
+
+    def by_present_owner(worker: Worker, row: LaunchedRow) -> Any:
+        return prompt_logprobs(worker, replace(row, spec=worker.specs[row.row]))
+
+    monkeypatch.setattr(Worker, "_prompt_logprobs", by_present_owner)
+    difference = Examiner(plain, build_kind).examine(scenario).difference
+    assert difference is not None and difference.request == 0
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
