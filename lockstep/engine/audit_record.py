@@ -1,6 +1,8 @@
 """Record of an audit that found a difference: everything that running the request again needs."""
 
 import json
+import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from os.path import exists  # Path.exists raises where a name is too long
 from pathlib import Path
@@ -21,6 +23,8 @@ PREFIX = "lockstep-audit-"
 SUFFIX = ".json"
 UNFINISHED = ".unfinished"
 """End of the name of a file whose record is being written."""
+UNFINISHED_SECONDS = 3600.0
+"""Age from which an unfinished file counts as left by a process that was killed while it wrote."""
 MAX_RECORDS = 16
 """Maximum records in all folders. Engines that are started again and again, and replicas, share
 them."""
@@ -138,8 +142,25 @@ class AuditRecord:
 
 def records_in(folder: Path) -> list[Path]:
     """Return the paths of the records in a folder; none where it cannot be read."""
+    return _matching(folder, SUFFIX)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove the files of killed processes in a folder, since each has a part of a client's prompt.
+
+    Files that other processes are writing stay, and files of other users.
+    """
+    oldest = time.time() - UNFINISHED_SECONDS
+    for path in _matching(folder, UNFINISHED):
+        with suppress(OSError):
+            if path.lstat().st_mtime < oldest:
+                path.unlink()
+
+
+def _matching(folder: Path, suffix: str) -> list[Path]:
+    """Return the paths of a folder's files of audits; none where it cannot be read."""
     try:
-        return sorted(folder.resolve().glob(f"{PREFIX}*{SUFFIX}"))
+        return sorted(folder.resolve().glob(f"{PREFIX}*{suffix}"))
     except OSError:  # of a working directory that was deleted
         return []
 

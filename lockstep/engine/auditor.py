@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import gettempdir
 
 from lockstep.answer import Answer, Mismatch, exact_logprobs
-from lockstep.engine.audit_record import MAX_RECORDS, AuditRecord, records_in
+from lockstep.engine.audit_record import MAX_RECORDS, AuditRecord, records_in, remove_unfinished
 from lockstep.scheduling.request import Request
 
 log = logging.getLogger("lockstep.engine")
@@ -134,10 +134,12 @@ class Auditor:
 
     def count_records(self) -> None:
         """Count the records in the folders, and write their paths to the log. Call it once, before
-        the first audit.
+        the first audit. Unfinished records of killed processes are removed.
         """
         if not self.share:
             return
+        for folder in self._folders:
+            remove_unfinished(folder)
         records = self._records()
         self.num_records = len(records)
         if records:

@@ -7,6 +7,7 @@ import os
 import signal
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from lockstep import LLM
 from lockstep.check.random_adapters import write_random_adapter
 from lockstep.engine import auditor
 from lockstep.engine.async_engine import AsyncEngine, Stream
-from lockstep.engine.audit_record import MAX_RECORDS, records_in
+from lockstep.engine.audit_record import MAX_RECORDS, UNFINISHED_SECONDS, records_in
 from lockstep.engine.auditor import is_audited
 from lockstep.engine.engine import MAX_FAILURES, Engine
 from lockstep.engine.engine_loop import Delivery, EngineLoop
@@ -165,6 +166,21 @@ def test_records_are_whole_and_bounded_over_all_processes(
         assert ("--replay " + str(tmp_path) in caplog.text) == bool(num_written)
         assert (f"{MAX_RECORDS} files are there already" in caplog.text) == (not num_written)
     assert unfinished == [[]]
+
+
+def test_unfinished_records_of_killed_processes_are_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They have a part of a client's prompt. Another process may be writing a new one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(auditor, "gettempdir", lambda: str(tmp_path))
+    paths = [tmp_path / f"lockstep-audit-{name}.unfinished" for name in ("old", "new")]
+    for path, age in zip(paths, (2 * UNFINISHED_SECONDS, 1), strict=True):
+        path.touch()
+        os.utime(path, (time.time() - age,) * 2)
+    make_engine(None, audit=1.0).generate(PROMPTS[:1], GREEDY, use_tqdm=False)
+    assert [path.exists() for path in paths] == [False, True]
+    assert not records_in(tmp_path)
 
 
 def test_unwritable_folder_is_replaced(

@@ -19,6 +19,8 @@ from lockstep.sampling_params import SamplingParams
 Floats = NDArray[np.float64]
 SCORE_TOLERANCE = 1e-4
 """Relative tolerance of a score: fp32 against float64."""
+FP32_ROUNDING = 2.0**-21
+"""Relative error of a score in fp32 after some operations."""
 GREEDY_BELOW = 1e-5
 """Temperature below which the likeliest token is chosen."""
 
@@ -152,23 +154,59 @@ def filter_mask(scores: Floats, params: SamplingParams, tolerance: float) -> NDA
     # The likeliest token always stays, so a filter never bans all tokens.
     is_top = scores == scores.max()
     if params.min_p > 0:
-        keep &= is_top | (scores >= scores.max() + np.log(params.min_p) - tolerance)
+        floor = scores.max() + np.log(params.min_p)
+        keep &= is_top | (scores >= floor - _slack(scores, tolerance))
     if 0 < params.top_k < len(scores):
         ordered = np.sort(np.where(keep, scores, -np.inf))
-        larger = len(scores) - np.searchsorted(ordered, scores + tolerance, side="right")
+        bounds = scores + _slack(scores, tolerance)
+        larger = len(scores) - np.searchsorted(ordered, bounds, side="right")
         if tolerance < 0:
             # Equal scores stay equal, so that all tokens that tie with the last one are kept.
             larger -= np.searchsorted(ordered, scores, side="right")
             larger += np.searchsorted(ordered, scores, side="left")
         keep &= is_top | (larger < params.top_k)
     if params.top_p < 1:
-        remaining = np.where(keep, scores, -np.inf)
-        weights = np.exp(remaining - remaining.max())
-        order = np.argsort(-remaining, kind="stable")
-        mass = np.cumsum(weights[order]) / weights.sum()
-        inside = np.concatenate([[True], mass[:-1] < params.top_p + tolerance])
-        keep &= np.isin(np.arange(len(scores)), order[inside])
+        before = _mass_before(np.where(keep, scores, -np.inf), tolerance)
+        keep &= (before == 0) | (before < params.top_p + tolerance)
     return keep
+
+
+def _slack(scores: Floats, tolerance: float) -> Floats:
+    """Return the slack [V] of comparisons with each score: `tolerance`, and its rounding in fp32.
+
+    Scores at low temperatures are large, so their rounding is larger than the tolerance. Without a
+    tolerance there is no slack.
+    """
+    if tolerance == 0:
+        return np.zeros_like(scores)
+    finite = np.where(np.isfinite(scores), scores, 0.0)
+    return tolerance + np.copysign(FP32_ROUNDING * np.abs(finite), tolerance)
+
+
+def _mass_before(scores: Floats, tolerance: float) -> Floats:
+    """Return the probability [V] of the tokens that precede each one in the order of top_p.
+
+    Larger scores precede smaller ones, and of equal scores the smaller id. Rounding may exchange
+    tokens whose scores differ by the slack: with a tolerance above 0 such tokens do not precede,
+    below 0 they do.
+    """
+    order = np.argsort(-scores, kind="stable")
+    descending = scores[order]
+    ascending = -descending
+    slack = _slack(descending, tolerance)
+    weights = np.exp(descending - descending[0])
+    mass = np.concatenate([[0.0], np.cumsum(weights) / weights.sum()])
+    begin_of_equal = np.searchsorted(ascending, ascending, side="left")
+    end_of_equal = np.searchsorted(ascending, ascending, side="right")
+    if tolerance > 0:
+        num_larger = np.searchsorted(ascending, ascending - slack, side="left")
+        preceding = mass[num_larger] + mass[:-1] - mass[begin_of_equal]
+    else:
+        num_not_smaller = np.searchsorted(ascending, ascending - slack, side="right")
+        preceding = mass[:-1] + mass[num_not_smaller] - mass[end_of_equal]
+    before = np.empty_like(preceding)
+    before[order] = preceding
+    return before
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -217,6 +255,8 @@ def relative_gap(
     # only rounding keeps or drops is no fault.
     if not possible[token]:
         return float("inf")
+    if not certain.any():
+        return 0.0  # rounding decides which of the likeliest tokens stay
     best = scores[certain].max()
     equal = (scores == scores[token]) & (raw == raw[token])
     if scores[token] == best and int(equal.argmax()) != token:
@@ -236,6 +276,14 @@ def wrong_token(
     if gap <= SCORE_TOLERANCE:
         return None
     return f"token {token} is not the one that the logits and parameters give (off by {gap:.2g})"
+
+
+def may_allow_no_token(context: TokenContext, params: SamplingParams, vocab: int) -> bool:
+    """Return whether the parameters allow no token, or may allow none together with a form."""
+    permitted = masked_logits(np.zeros(vocab), context, params) > -np.inf
+    if not permitted.any():
+        return True
+    return context.has_unknown_form and context.content is not None and not permitted.all()
 
 
 def wrong_form(text: str, regex: str | None, schema: object) -> str | None:
@@ -262,8 +310,12 @@ def wrong_end(
     eos_ids: frozenset[int],
     params: SamplingParams,
     max_output_tokens: int,
+    may_fail: bool = False,
 ) -> str | None:
-    """Return what is wrong with an output's ending, or None."""
+    """Return what is wrong with an output's ending, or None.
+
+    may_fail: the output may end with an error, since no token may be allowed after its last one.
+    """
     expected: tuple[str | None, int | None] = (None, None)
     for index, token in enumerate(tokens):
         if expected[0] is not None:
@@ -277,6 +329,8 @@ def wrong_end(
             expected = "length", None
     # The text decides about a stop string; this judge sees tokens only.
     if isinstance(ending[1], str):
+        return None
+    if may_fail and expected[0] is None and ending == ("error", None):
         return None
     return None if expected == ending else f"it ended with {ending} instead of {expected}"
 

@@ -81,6 +81,7 @@ class PlainRuns:
         self._probes: dict[str, CompletionOutput] = {}
         self._logprobs: dict[tuple[int, ...], float] = {}
         self._runs = 0
+        self._is_effective = not adapter
         self._token_bytes: list[bytes] = []
 
     @property
@@ -195,6 +196,8 @@ class PlainRuns:
             mismatch = self._wrong_output(completion, params)
         if mismatch is None and answer.prompt_logprobs:
             mismatch = self._wrong_prompt_logprob(request, answer)
+        if mismatch is None and len(raw) and not self._is_effective:
+            mismatch = self._wrong_adapter(request, raw[0])
         if mismatch is not None:
             prompt = tuple(request.prompt_token_ids)
             self.faults.append(Fault(prompt, params, index, *mismatch))
@@ -283,6 +286,16 @@ class PlainRuns:
             if not abs(actual - expected) <= tolerance * (1 + abs(expected)):
                 return 0, f"prompt logprob {actual} of token {length} instead of {expected}"
         return None
+
+    def _wrong_adapter(self, request: Request, logits: Tensor) -> Mismatch | None:
+        """Compare an adapter's first logits [V] with those of the base model.
+
+        All runs of an adapter are alike if it changes nothing.
+        """
+        (completion,) = self.engine.completions("plain-base", request.prompt_token_ids, ONE_TOKEN)
+        base = PlainRuns(self.engine)._serve(completion).first_rows(1)[0]
+        self._is_effective = not torch.equal(base, logits)
+        return None if self._is_effective else (0, f"the adapter {self.adapter} changes no logit")
 
     def _logprob_after(self, prompt: Sequence[int], token: int) -> float:
         """Return the log-probability of a token after a prompt, which runs once."""
@@ -390,8 +403,11 @@ def _first_fault(
             return index, fault
     max_output_tokens = max_model_len - len(request.prompt_token_ids)
     max_output_tokens = min(params.max_tokens or max_output_tokens, max_output_tokens)
+    may_fail = answer.ending[0] == "error" and numpy_sampler.may_allow_no_token(
+        replace(first, answer=answer.tokens), params, raw.shape[1]
+    )
     fault = numpy_sampler.wrong_end(
-        answer.tokens, answer.ending, request.eos_token_ids, params, max_output_tokens
+        answer.tokens, answer.ending, request.eos_token_ids, params, max_output_tokens, may_fail
     )
     if fault is None and params.prompt_logprobs is not None:
         fault = _wrong_prompt(answer, request, params.prompt_logprobs)

@@ -115,15 +115,20 @@ class Examiner:
             what = f"raised {type(error).__name__}: {error}"
             refused = isinstance(error, LockstepError)
             return Examination(Difference(None, 0, None, what, refused=refused), 1, Counter())
-        if result.fault is not None:
+        violation = "" if result.violation is None else f"raised InvariantError: {result.violation}"
+        if violation or result.fault is not None:
             self._runner = None
         count = len(result.answers)
         for outcome in result.answers:
             expected = self._expected(scenario, outcome.request)[outcome.completion]
             mismatch = outcome.answer.first_difference(expected, outcome.aborted)
             if mismatch is not None:
-                difference = Difference(outcome.request, outcome.completion, *mismatch)
+                position, what = mismatch
+                what += f"; then the run {violation}" if violation else ""
+                difference = Difference(outcome.request, outcome.completion, position, what)
                 return Examination(difference, count, result.events)
+        if violation:
+            return Examination(Difference(None, 0, None, violation), count, result.events)
         if result.fault is not None:
             difference = Difference(None, 0, None, f"raised InvariantError: {result.fault}")
             return Examination(difference, count, result.events)
@@ -356,7 +361,7 @@ def explain(
     """
     where = None
     if file is not None and effort.minimise > 0:
-        # Without some of its parameters a request may have no token left, which is another fault.
+        # A smaller request may have a fault of its plain run, which is another fault.
         differs = partial(examiner.differs, plain=difference.plain)
         scenario = minimise(scenario, differs, effort.minimise)
         difference = examiner.examine(scenario).difference or difference

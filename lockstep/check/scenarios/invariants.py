@@ -178,6 +178,7 @@ class CheckedScheduler(Scheduler):
         self._origins: dict[bytes, tuple[str, str]] = {}
         self._is_forcing = False
         self._left: dict[str, tuple[int, int]] = {}
+        self._partners: set[str] = set()
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvariantError if it shares prefixes with another salt's."""
@@ -228,9 +229,24 @@ class CheckedScheduler(Scheduler):
 
     def _preempt_for_tests(self, plan: Schedule) -> None:
         """Preempt the rows that the scenario names, whatever their place in the order."""
+        self._add_partners()
         self._is_forcing = True
         super()._preempt_for_tests(plan)
         self._is_forcing = False
+
+    def _add_partners(self) -> None:
+        """Preempt one more row with each request that should return under another one.
+
+        The two exchange their rows in this schedule. Steps in flight then have results of a row
+        that another request owns.
+        """
+        running = [entry.request.id for entry in self.running]
+        for request_id in running:
+            if request_id in self.preempt_next and self.returns.get(request_id) == ANOTHER_ROW:
+                partner = next((other for other in running if other not in self.preempt_next), None)
+                if partner is not None:
+                    self.preempt_next.add(partner)
+                    self._partners.add(partner)
 
     def _preempt(self, plan: Schedule, entry: Entry) -> None:
         """Record the row that a request leaves."""
@@ -258,6 +274,8 @@ class CheckedScheduler(Scheduler):
             return super()._start(plan, entry)
         row, tick = self._left[request_id]
         wanted = self.returns.get(request_id, AT_ONCE)
+        if request_id in self._partners:
+            wanted = ANOTHER_ROW
         if wanted == LATER and self.ticks <= tick + HELD_TICKS:
             return False
         other_rows = [free for free in self.free_rows if free != row]
@@ -274,6 +292,7 @@ class CheckedScheduler(Scheduler):
         if self.ticks > tick + 1:
             ways.add(LATER)
         del self._left[request_id]
+        self._partners.discard(request_id)
         return True
 
     def _start_new(self, plan: Schedule, entry: Entry) -> bool:

@@ -55,13 +55,15 @@ class ScenarioResult:
 
     answers: outputs, those of reused ids too. events: counters. met: per request, the features that
     depend on the run and that it really had. fault: what is wrong with metrics, totals or memory
-    after the run; an answer that differs explains it better.
+    after the run; an answer that differs explains it better. violation: invariant that ended the
+    run; answers that had not ended count as aborted.
     """
 
     answers: list[PlayedAnswer]
     events: Counter[str] = field(default_factory=Counter)
     met: list[set[Event]] = field(default_factory=list)
     fault: str | None = None
+    violation: str | None = None
 
 
 class ScenarioRunner:
@@ -74,8 +76,8 @@ class ScenarioRunner:
     def play(self, scenario: Scenario, plain: PlainRuns) -> ScenarioResult:
         """Run a scenario and return its result.
 
-        Raises what the engine raises, and InvariantError. The runner may not be used after that,
-        or after a result with a fault.
+        Raises what the engine raises. The runner may not be used after that, or after a result with
+        a fault or a violation.
         """
         plain = plain.for_kind(scenario.kind)
         self._install(scenario)
@@ -94,18 +96,25 @@ class ScenarioRunner:
             completion = self._made(scenario, ended.index, plain)[ended.number]
             return Progress(ended.index, ended.number, ended.request, completion)
 
+        violation = None
         with self.engine.observed(digests), self._watched_drafts(events):
-            driver.drive(self._completions(scenario, plain), remake)
+            try:
+                driver.drive(self._completions(scenario, plain), remake)
+            except InvariantError as error:
+                violation = str(error)
         digests_by_id = digests.by_request()
         outcomes = [
             PlayedAnswer(
                 one.index,
                 one.number,
                 one.completion.answer(digests_by_id.get(one.id, ())),
-                one.completion.aborted,
+                one.completion.aborted
+                or (violation is not None and not one.completion.text.finished),
             )
             for one in driver.all
         ]
+        if violation is not None:
+            return ScenarioResult(outcomes, events, violation=violation)
         for one in driver.all:
             one.events.update(_prefix_events(scenario, one, driver.scheduler))
             events[FORCED] += one.completion.request.token_sources.count("forced")

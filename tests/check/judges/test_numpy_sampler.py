@@ -113,6 +113,48 @@ def test_rounding_decides_between_tokens_at_the_end_of_top_k() -> None:
     assert kept(-tolerance) == [*range(40, V)]
 
 
+def test_rounding_decides_between_tokens_at_the_end_of_top_p() -> None:
+    tolerance = numpy_sampler.SCORE_TOLERANCE
+    scores = np.full(V, -40.0)
+    scores[[3, 5, 9]] = (2.0, 1.0, 1.0 - tolerance / 2)
+    params = SamplingParams(top_p=0.6)  # token 3 has 0.58
+
+    def kept(slack: float) -> list[int]:
+        return [int(t) for t in numpy_sampler.filter_mask(scores, params, slack).nonzero()[0]]
+
+    assert kept(tolerance) == [3, 5, 9]
+    assert kept(-tolerance) == [3], "token 9 may be before token 5"
+    scores[9] = scores[5]
+    assert kept(tolerance) == kept(-tolerance) == [3, 5], "of equal scores the first stays"
+    scores[9] -= 3 * tolerance
+    assert kept(tolerance) == kept(-tolerance) == kept(0.0) == [3, 5]
+
+
+def test_rounding_decides_which_of_the_likeliest_tokens_stays() -> None:
+    raw = np.full(V, -40.0)
+    raw[[5, 9]] = (1.0 - numpy_sampler.SCORE_TOLERANCE / 2, 1.0)
+    context = numpy_sampler.TokenContext(PROMPT, [], EOS_IDS)
+    params = SamplingParams(top_p=0.3, seed=1)
+    judged = [numpy_sampler.wrong_token(raw, token, context, params, 1) for token in range(V)]
+    assert [token for token, fault in enumerate(judged) if fault is None] == [5, 9]
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1.0, 100.0])
+@pytest.mark.parametrize("options", [{"top_p": 0.4}, {"top_k": 2}, {"min_p": 0.999999}], ids=str)
+def test_logits_that_are_one_ulp_apart_raise_no_alarm(
+    options: dict[str, Any], temperature: float
+) -> None:
+    """At temperature 1e-4 a score is 10,000 times a logit, and so is its rounding."""
+    context = numpy_sampler.TokenContext(PROMPT, ANSWER, EOS_IDS)
+    for seed in range(40):
+        raw = RAW.astype(np.float32) - np.float32(30)
+        raw[[11, 23, 37]] = [np.float32(15 + rank * 2**-20) for rank in (1, 0, 2)]
+        params = SamplingParams(**options, temperature=temperature, seed=seed)
+        token = engines_token(raw, params, seed)
+        judged = raw.astype(np.float64)
+        assert numpy_sampler.wrong_token(judged, token, context, params, seed) is None
+
+
 def test_every_bit_of_a_seed_counts() -> None:
     base = numpy_sampler.noise(12345, 7, V)
     for bit in range(64):

@@ -6,11 +6,15 @@ import pytest
 
 from lockstep.answer import Answer
 from lockstep.check.engines import Conversation, build_plain, rendered
+from lockstep.check.judges import numpy_sampler
 from lockstep.check.judges.plain_runs import PlainRuns, _wrong_prompt, thought_tags
+from lockstep.check.random_adapters import RandomAdapters
+from lockstep.layers.lora import LoRA
 from lockstep.outputs import RequestMetrics
 from lockstep.sampling_params import SamplingParams, StructuredOutputsParams
 from lockstep.scheduling.request import Request
 from lockstep.text.processor import Rendered
+from lockstep.worker.executor import worker_of
 
 
 def wrong_prompt(*entry: tuple[int, float, int]) -> str | None:
@@ -74,3 +78,40 @@ def test_answer_may_begin_the_thought_itself(
         (answer,) = plain.answers(rendered(plain.llm, talk).ids, params, talk)
         assert (answer.tokens[:2] == (opening, closing)) == (bias[opening] > 0)
         assert not plain.faults
+
+
+def test_answer_may_end_with_an_error_where_no_token_is_allowed() -> None:
+    """The second token has none that is allowed. A replay may have such parameters."""
+    plain = PlainRuns(build_plain(None, {}))
+    words = [[first, second] for first in (65, 66) for second in (65, 66)]
+    allowed = {"allowed_token_ids": [65, 66]}
+    params = SamplingParams(max_tokens=4, ignore_eos=True, **allowed, bad_words_ids=words)
+    (answer,) = plain.answers([70, 71, 72], params)
+    assert (len(answer.tokens), answer.ending) == (1, ("error", None))
+    assert not plain.faults
+    wrong = numpy_sampler.wrong_end(answer.tokens, answer.ending, frozenset(), params, 4)
+    assert wrong is not None, "with an allowed token the error would be a fault"
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_form_and_banned_tokens_may_leave_none(is_known: bool) -> None:
+    context = numpy_sampler.TokenContext([1], [2], frozenset(), has_unknown_form=not is_known)
+    some = SamplingParams(allowed_token_ids=[4, 5])
+    assert numpy_sampler.may_allow_no_token(context, some, 9) == (not is_known)
+    assert not numpy_sampler.may_allow_no_token(context, SamplingParams(), 9)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_adapter_that_changes_nothing_is_named(
+    works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All runs of such an adapter are equal, and so are those of another one."""
+    engine = build_plain(None, {})
+    adapters = RandomAdapters(worker_of(engine.engine).model)
+    plain = PlainRuns(engine, lambda: build_plain(None, adapters.settings())).of("second")
+    if not works:
+        monkeypatch.setattr(LoRA, "forward", lambda self, y, x, step: y)
+    plain.answers([70, 71, 72], SamplingParams(max_tokens=2))
+    assert [fault.what for fault in plain.faults] == (
+        [] if works else ["the adapter second changes no logit"]
+    )

@@ -53,7 +53,12 @@ def plain(model: str) -> PlainRuns:
 @pytest.fixture(scope="module")
 def play(model: str, plain: PlainRuns) -> Callable[[Scenario], None]:
     runner = ScenarioRunner(build(model, {"load_format": "dummy", **Kind().settings()}), Kind())
-    return lambda scenario: raise_if(runner.play(scenario, plain).fault)
+
+    def checked(scenario: Scenario) -> None:
+        result = runner.play(scenario, plain)
+        raise_if(result.violation or result.fault)
+
+    return checked
 
 
 def preemption_scenario(arrival: int, abort: str = NEVER) -> Scenario:
@@ -105,7 +110,7 @@ def test_ranks_poison_the_line_of_a_row_that_leaves_alike(
     settings = {"load_format": "dummy", "tensor_parallel_size": 2, **Kind().settings()}
     runner = ScenarioRunner(build(model, settings), Kind())
     result = runner.play(preemption_scenario(5), plain)
-    assert result.fault is None and result.answers
+    assert result.fault is result.violation is None and result.answers
 
 
 def test_a_request_aborted_in_host_memory_frees_it(

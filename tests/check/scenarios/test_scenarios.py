@@ -5,6 +5,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,6 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from lockstep import spec
+from lockstep.cache.cache import Cache
 from lockstep.check import (
     SIZES,
     Effort,
@@ -25,6 +27,7 @@ from lockstep.check import (
     run_replay,
 )
 from lockstep.check.engines import CheckEngine, Processors, build, build_plain
+from lockstep.check.judges import numpy_sampler
 from lockstep.check.judges.plain_runs import PlainRuns
 from lockstep.check.random_adapters import RandomAdapters
 from lockstep.check.report.report import SCENARIOS
@@ -32,7 +35,7 @@ from lockstep.check.scenarios import runner
 from lockstep.check.scenarios.driver import FAILED_STEPS, OTHER_ROWS, REUSED_IDS
 from lockstep.check.scenarios.examiner import Examiner
 from lockstep.check.scenarios.generator import ScenarioGenerator
-from lockstep.check.scenarios.invariants import ANOTHER_ROW, LATER
+from lockstep.check.scenarios.invariants import ANOTHER_ROW, LATER, raise_if
 from lockstep.check.scenarios.inventory import rows_and_units
 from lockstep.check.scenarios.runner import ScenarioRunner
 from lockstep.check.scenarios.scenario import (
@@ -58,6 +61,7 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.scheduler import Scheduler
 from lockstep.step import PAGE_SIZE
 from lockstep.worker.executor import worker_of
+from lockstep.worker.worker import LaunchedRow, Worker
 from tests.check.faulty import flip_last_logit_bit
 
 DRAFTERS = tuple(spec.DRAFTERS)
@@ -243,14 +247,42 @@ def test_refused_scenario_does_not_count_as_differing(
 
 
 def test_shrinking_keeps_to_the_run_that_was_wrong(
-    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine]
+    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shrunk request may have no token left to emit, which the judge of plain runs names."""
+    """A shrunk request may have a fault of its plain run, which is another fault."""
     examiner = Examiner(plain, build_kind)
-    banned = {"allowed_token_ids": [5], "bad_words_ids": [[5, 5]]}
-    scenario = replace(SCENARIO, requests=(replace(SCENARIO.requests[0], params=banned),))
+    request = replace(SCENARIO.requests[0], params={"max_tokens": 3, "seed": 77})
+    monkeypatch.setattr(numpy_sampler, "wrong_end", lambda *_: "it ended too early")
+    scenario = replace(SCENARIO, requests=(request,))
     assert examiner.differs(scenario, plain=True)
     assert not examiner.differs(scenario, plain=False)
+
+
+@pytest.mark.parametrize("flips", [False, True])
+def test_answer_that_differs_is_named_before_a_violated_invariant(
+    plain: PlainRuns,
+    build_kind: Callable[[Kind], CheckEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    flips: bool,
+) -> None:
+    """The invariant ends the run, in which a token may have differed before."""
+    steps = count()
+
+    def violated(self: Cache) -> None:
+        raise_if("a page is lost" if next(steps) == 4 else None)
+
+    if flips:
+        flip_last_logit_bit(monkeypatch)
+    monkeypatch.setattr(Cache, "check", violated)
+    examiner = Examiner(plain, build_kind)
+    difference = examiner.examine(SCENARIO).difference
+    assert difference is not None
+    expected = "raised InvariantError: a page is lost"
+    if flips:
+        expected = f"the bits of the logits differ; then the run {expected}"
+    assert difference.what == expected
+    assert (difference.request is None) != flips
+    assert examiner._runner is None, "the next scenario gets a new engine"
 
 
 def test_runner_detects_leaked_rows(
@@ -414,7 +446,27 @@ def test_preempted_request_returns_under_another_row_or_later(
     scenario = Scenario(Kind("oracle", 3), Limits(chunk=64), (request, OTHER))
     events, met = play(plain, build_kind, scenario)
     assert {("preempted", phase), ("return", returns)} <= met
-    assert returns != ANOTHER_ROW or events[OTHER_ROWS] == 1
+    # In the answer both run, and exchange their rows. In the prompt the other one waits.
+    expected = 2 if phase == IN_ANSWER else 1
+    assert returns != ANOTHER_ROW or events[OTHER_ROWS] == expected
+
+
+def test_results_of_a_row_that_has_a_new_owner_are_judged(
+    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt loses its row while a step is in flight, whose results have log-probabilities."""
+    params = {**PHASED.params, "prompt_logprobs": 3}
+    request = replace(PHASED, params=params, preempt=(IN_PROMPT,), returns=ANOTHER_ROW, arrival=3)
+    scenario = Scenario(Kind("oracle", 3, in_flight=2), Limits(chunk=64), (request, OTHER))
+    play(plain, build_kind, scenario)
+    prompt_logprobs = Worker._prompt_logprobs
+
+    def by_present_owner(worker: Worker, row: LaunchedRow) -> Any:
+        return prompt_logprobs(worker, replace(row, spec=worker.specs[row.row]))
+
+    monkeypatch.setattr(Worker, "_prompt_logprobs", by_present_owner)
+    difference = Examiner(plain, build_kind).examine(scenario).difference
+    assert difference is not None and difference.request == 0
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])

@@ -1,0 +1,34 @@
+"""Cases of doctor have the arguments that the layers of a model give to its kernels."""
+
+import pytest
+import torch
+
+from lockstep.config import EngineConfig
+from lockstep.doctor.cases import cases_of
+from lockstep.doctor.needs import kernels_of
+from lockstep.kernels.linear import linear
+
+NARROW = 600
+"""Output columns below which the weights of the test have two split-K partitions."""
+
+
+def test_partitions_of_a_rank_are_those_of_the_whole_weight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank has half of the output columns. That must not change how K is cut."""
+    chosen: list[int] = []
+
+    def choose(n: int, *rest: object) -> int:
+        chosen.append(n)
+        return 2 if n < NARROW else 1
+
+    monkeypatch.setattr("lockstep.layers.linear.choose_split_k", choose)
+    needs = kernels_of(EngineConfig.read(tensor_parallel_size=2), "cpu")
+    splits = {(n.traits["n"], n.traits["k"]): n.split_k for n in needs if n.op == linear.name}
+    assert {1024, 4096} <= set(chosen), "columns of the whole weights"
+    assert splits[512, 256] == 1 and splits[128, 384] == 2
+    for need in needs:
+        if need.op == linear.name:
+            *_, sized = cases_of(linear, need, torch.float32)
+            assert sized.arguments["split_k"] == need.split_k
+            assert f"/{need.split_k}" in sized.name
