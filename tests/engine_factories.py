@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import torch
+
 from lockstep.config import EngineConfig
 from lockstep.engine.async_engine import AsyncEngine
 from lockstep.engine.engine import Engine
@@ -78,23 +80,35 @@ def dies_in_audits(settings: dict[str, Any], progress: Progress) -> EngineAndGra
 def fails_on_signals(
     config: EngineConfig, text: TextSettings, log_format: LogFormat, progress: Progress
 ) -> EngineAndGrammars:
-    """Return an engine a step of which raises after SIGUSR1, and hangs after SIGUSR2."""
+    """Return an engine a step of which raises after SIGUSR1, and hangs after SIGUSR2.
+
+    After SIGHUP, a kernel of the step reads out of bounds: CUDA refuses all later work of the
+    process.
+    """
     engine_and_grammars = engine_factory(config, text, log_format, progress)
     executor = engine_and_grammars[0].executor
     execute = executor.execute
     received: list[int] = []
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, lambda number, _: received.append(number))
 
     def call(schedule: Schedule, fill_masks: FillMasks) -> PendingResults:
         if received and schedule.has_steps:
-            if received.pop() == signal.SIGUSR2:
+            number = received.pop()
+            if number == signal.SIGUSR2:
                 time.sleep(3600)
-            raise RuntimeError("a step failed")
+            if number == signal.SIGUSR1:
+                raise RuntimeError("a step failed")
+            cause_cuda_fault()
         return execute(schedule, fill_masks)
 
     executor.execute = call  # type: ignore[method-assign]
     return engine_and_grammars
+
+
+def cause_cuda_fault() -> None:
+    """Launch a kernel whose index is out of bounds; the error appears at a later call of CUDA."""
+    torch.zeros(1, device="cuda")[torch.full((1,), 1 << 40, device="cuda")]
 
 
 def refusing(settings: dict[str, Any], progress: Progress) -> EngineAndGrammars:

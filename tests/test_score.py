@@ -83,6 +83,21 @@ def test_score_equals_generation_with_quantized_kv(model: str, kv_format: str) -
     check_engine(make_engine("ngram", model=MODELS[model], **settings))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("model", "kv_format"),
+    [
+        *(("bundled", name) for name in sorted(KV_FORMATS)),
+        ("deepseek_v3", "turboquant_4bit_nc"),
+        *((name, "fp8") for name in MODELS if name != "bundled"),
+    ],
+)
+def test_score_equals_generation_on_a_gpu(model: str, kv_format: str) -> None:
+    settings: dict[str, Any] = {"kv_cache_dtype": kv_format, "max_model_len": 1024}
+    settings |= {"device": "cuda", "num_gpu_blocks": 64}
+    check_engine(make_engine("ngram", model=MODELS[model], **settings))
+
+
 def test_mismatch_compares_with_the_sampling_parameters(llm: LLM) -> None:
     (output,) = llm.generate(TEXT, PARAMS[1])
     ids = output.outputs[0].token_ids
