@@ -44,7 +44,7 @@ def run_logits(checked: CheckedModel, deadline: Deadline = NO_DEADLINE) -> None:
         gc.collect()
         arguments = {**engine_settings(setup, size, long), "skip_tokenizer_init": True}
         settings = settings_with(arguments, checked.settings)
-        return build(checked.name, settings, setup.hooks())
+        return build(checked.name, settings, setup.hooks(), rank_pool=checked.rank_pool)
 
     checked.progress("logits: plain outputs", 0, 0)
     plain = build_setup(PLAIN)
