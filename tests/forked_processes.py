@@ -8,6 +8,7 @@ import sys
 from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import TextIO
 
 PRELOADED_MODULE = "tests.forked_imports"
@@ -19,6 +20,25 @@ def fork_context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([PRELOADED_MODULE])
     return context
+
+
+def forked_children(pid: int) -> list[int]:
+    """Return the processes that the fork server of a process has forked: of an engine, its ranks.
+
+    A fork server and what it forks have the same command line.
+    """
+    servers = [child for child in children_of(pid) if _is_forked(child)]
+    return [child for server in servers for child in children_of(server) if _is_forked(child)]
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the child processes of a process."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for item in threads for child in (item / "children").read_text().split()]
+
+
+def _is_forked(pid: int) -> bool:
+    return b"multiprocessing.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 class ForkedProgram:

@@ -21,14 +21,16 @@ from lockstep.progress import Progress
 from lockstep.spec.config import AUTO
 from lockstep.worker.build import find_model, pick_device
 from lockstep.worker.executor import worker_of
+from lockstep.worker.rank_pool import RankPool
 
 
 class CheckedModel:
     """Model with the user's settings. Its engines are built when a part needs them.
 
     rows: the user's max_num_seqs, None for the engine's own. settings: the others, for all engines.
-    config: settings of a server. graphs: graph modes of the device, the default first. Raises
-    ConfigError or CheckpointError.
+    config: settings of a server. graphs: graph modes of the device, the default first. rank_pool:
+    of processes that are ranks of one engine after the other. Raises ConfigError or
+    CheckpointError.
     """
 
     def __init__(
@@ -47,7 +49,8 @@ class CheckedModel:
         if self.settings.get("speculative_config") == AUTO:
             # A check includes every drafter that the checkpoint supports, so auto adds none.
             self.settings["speculative_config"] = None
-        self.companions = Companions(find_model(None), self.settings)
+        self.rank_pool = RankPool()
+        self.companions = Companions(find_model(None), self.settings, self.rank_pool)
         self.processors: Processors = {}
 
     @property
@@ -111,7 +114,8 @@ class CheckedModel:
         else:
             settings = settings_with(kind.settings(), self.settings)
             settings |= self.adapters.settings() if kind.adapters else {}
-            engine = build(self.name, settings, kind.hooks(), self.processors)
+            hooks = kind.hooks()
+            engine = build(self.name, settings, hooks, self.processors, self.rank_pool)
         if self.report.coverage is not None:
             self.report.coverage.record_engine(engine.engine, kind.drafter)
         return engine

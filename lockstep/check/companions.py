@@ -18,6 +18,7 @@ from lockstep.check.judges.plain_runs import PlainRuns
 from lockstep.check.random_adapters import RandomAdapters
 from lockstep.worker.executor import worker_of
 from lockstep.worker.hooks import CheckHooks
+from lockstep.worker.rank_pool import RankPool
 
 ATTENTION = "attention"
 """Companion without recurrent layers: generated pages enter its prefix cache."""
@@ -113,11 +114,14 @@ class Companions:
     """Companion checkpoints and their plain runs, made when they are needed.
 
     Their files exist as long as this object. bundled: folder of the bundled model, whose tokenizer
-    they have. settings: the user's settings for all engines.
+    they have. settings: the user's settings for all engines. rank_pool: see CheckHooks.
     """
 
-    def __init__(self, bundled: Path, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, bundled: Path, settings: dict[str, Any], rank_pool: RankPool | None = None
+    ) -> None:
         self.bundled = bundled
+        self._rank_pool = rank_pool
         self._shared = {name: value for name, value in settings.items() if name not in UNSHARED}
         self._plain: dict[tuple[str, str], PlainRuns] = {}
         self._adapters: dict[str, RandomAdapters] = {}
@@ -174,4 +178,5 @@ class Companions:
         settings = {**engine_settings, **self.settings(numerics)}
         if with_adapters:
             settings |= self._adapters[model].settings()
-        return build(str(self._folder / model), settings, hooks, self._processors)
+        folder = str(self._folder / model)
+        return build(folder, settings, hooks, self._processors, self._rank_pool)

@@ -32,6 +32,7 @@ from lockstep.spec import prediction
 from lockstep.text.processor import CompletionText, Processor, Prompt, Rendered
 from lockstep.worker.executor import executor_of, worker_of
 from lockstep.worker.hooks import NO_HOOKS, CheckHooks
+from lockstep.worker.rank_pool import RankPool
 from lockstep.worker.step_observer import StepObserver
 from lockstep.worker.worker import Worker
 
@@ -240,15 +241,16 @@ def build(
     settings: dict[str, Any],
     hooks: CheckHooks = NO_HOOKS,
     processors: Processors | None = None,
+    rank_pool: RankPool | None = None,
 ) -> CheckEngine:
     """Build an engine with these settings and hooks. Raises what LLM raises.
 
     processors: those of engines with the same tokenizer. The engine takes one of them, or adds its
-    own.
+    own. rank_pool: see CheckHooks.
     """
     # Ranks compare their tables. No answer is audited, since no EngineLoop runs these engines.
     config = EngineConfig.read(model=model, **{**settings, "audit": 1.0})
-    engine = build_engine(config, hooks=hooks)
+    engine = build_engine(config, hooks=replace(hooks, rank_pool=rank_pool))
     if processors is None:
         return CheckEngine(LLM.from_engine(engine))
     length = engine.plan.max_model_len

@@ -3,7 +3,7 @@
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -85,7 +85,7 @@ def run_check(
         if seconds is not None:
             # Scenarios never run out, so they take what the other parts leave of the time.
             parts.sort(key=lambda part: part.fills)
-        with _frozen():
+        with _frozen(), closing(checked.rank_pool):
             _run_parts(parts, checked, effort, deadline)
         progress("done", 1, 1)
     return report

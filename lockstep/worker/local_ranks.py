@@ -1,6 +1,7 @@
 """Ranks that are child processes of this process: on the head all but rank 0, on other nodes all
 of the node's."""
 
+import pickle
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,8 @@ from lockstep.errors import ConfigError
 from lockstep.worker.broadcast import Broadcaster
 from lockstep.worker.build import pick_device
 from lockstep.worker.hooks import CheckHooks
-from lockstep.worker.rank_process import Failed, RankSettings, Report, run_rank
+from lockstep.worker.rank_pool import RankPool, RankProcess
+from lockstep.worker.rank_process import Failed, NextEngine, RankSettings, Report, run_rank
 
 END_SECONDS = 5.0
 """Seconds that ranks have to end by themselves."""
@@ -28,14 +30,16 @@ later engine on two CPU ranks then starts in 3.0 s instead of 7.2 (benchmarks/lo
 class LocalRanks:
     """Child processes of some ranks, all of one node. See RankHost.
 
-    connections: the reports of the ranks, in their order.
+    connections: the reports of the ranks, in their order. pool: provides processes and gets those
+    that are idle at the end.
     """
 
     node_name = ""
     silent_for = 0.0
 
-    def __init__(self, ranks: range) -> None:
+    def __init__(self, ranks: range, pool: RankPool | None = None) -> None:
         self.ranks = ranks
+        self.pool = pool
         self.processes: list[BaseProcess] = []
         self.connections: list[Connection] = []
         self._pipes: list[Connection] = []
@@ -46,6 +50,7 @@ class LocalRanks:
         check_devices(config)
         context = get_context("forkserver")
         context.set_forkserver_preload([PRELOADED])
+        hooks = replace(hooks, rank_pool=None)
         with blocked_signals():  # the fork server inherits them too, with the first rank
             for reader, index in enumerate(self.ranks):
                 settings = replace(
@@ -55,25 +60,30 @@ class LocalRanks:
                     reader=reader,
                     num_readers=len(self.ranks),
                 )
-                self._start_process(context, settings, config, hooks)
+                engine = NextEngine(settings, config, hooks)
+                rank = None if self.pool is None else self.pool.take(index)
+                if rank is None:
+                    rank = self._start_process(context, engine)
+                else:
+                    rank.pipe.send_bytes(pickle.dumps(engine))
+                self.processes.append(rank.process)
+                self.connections.append(rank.reports)
+                self._pipes.append(rank.pipe)
 
-    def _start_process(
-        self, context: Any, settings: RankSettings, config: EngineConfig, hooks: CheckHooks
-    ) -> None:
+    def _start_process(self, context: Any, engine: NextEngine) -> RankProcess:
+        index = engine.settings.index
         reports, theirs = context.Pipe(duplex=False)
         reads, writes = context.Pipe(duplex=False)
         process = context.Process(
             target=run_rank,
-            args=(theirs, reads, settings, config, hooks),
-            name=f"lockstep-rank-{settings.index}",
+            args=(theirs, reads, engine),
+            name=f"lockstep-rank-{index}",
             daemon=True,
         )
         process.start()
         theirs.close()
         reads.close()
-        self.processes.append(process)
-        self.connections.append(reports)
-        self._pipes.append(writes)
+        return RankProcess(index, process, reports, writes)
 
     def unname(self) -> None:
         """Remove the name of the shared memory, once every rank has joined."""
@@ -116,6 +126,13 @@ class LocalRanks:
         end = time.monotonic() + END_SECONDS
         for process in self.processes:
             process.join(max(0.0, end - time.monotonic()))
+
+    def release(self) -> None:
+        """Return idle processes to the pool; close() frees the rest."""
+        assert self.pool is not None, "its owner asked the ranks to stay"
+        for parts in zip(self.ranks, self.processes, self.connections, self._pipes, strict=True):
+            self.pool.put(RankProcess(*parts))
+        self.processes, self.connections, self._pipes = [], [], []
 
     def close(self) -> None:
         """See RankHost."""

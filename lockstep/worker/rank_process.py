@@ -1,5 +1,6 @@
 """Process of a rank after the first: it executes what the first rank's process broadcasts."""
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -70,7 +71,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Stop:
-    """Message: end the process."""
+    """Message: leave the engine. stays: wait for another engine instead of ending the process."""
+
+    stays: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,11 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Idle:
+    """Report: the rank has left its engine, has freed its memory and waits for another one."""
+
+
+@dataclass(frozen=True)
 class Beat:
     """Report: the process lives."""
 
@@ -109,7 +117,7 @@ class Failed:
 
 
 Message = Execute | Masks | Collect | Call | Stop
-Report = Joined | Loaded | Ready | Beat | Failed
+Report = Joined | Loaded | Ready | Idle | Beat | Failed
 
 
 @dataclass(frozen=True)
@@ -130,6 +138,15 @@ class RankSettings:
     memory: str = ""
     reader: int = 0
     num_readers: int = 0
+
+
+@dataclass(frozen=True)
+class NextEngine:
+    """Engine that a rank joins."""
+
+    settings: RankSettings
+    config: EngineConfig
+    hooks: CheckHooks
 
 
 def connect_store(
@@ -174,19 +191,20 @@ class RankLoop:
         self.report = report
         self._launched: deque[tuple[int, list[LaunchedStep]]] = deque()
 
-    def run(self, config: EngineConfig, hooks: CheckHooks, group: RankGroup) -> None:
-        """Load the rank's part of the model and execute messages until Stop."""
+    def run(self, config: EngineConfig, hooks: CheckHooks, group: RankGroup) -> Stop:
+        """Load the rank's part of the model and execute messages until Stop -> that message."""
         # The first rank shows its progress, which is that of all ranks.
         startup = WorkerStartup(config, ignore_progress, hooks, group)
         self.report(Loaded(startup.fit_memory()))
         plan = self.receive()
         if isinstance(plan, Stop):  # the first rank did not start
-            return
+            return plan
         assert isinstance(plan, Plan)
         worker, _ = startup.start(plan, ignore_progress)
         self.report(Ready())
         while not isinstance(message := self.receive(), Stop):
             self._execute(worker, message)
+        return message
 
     def _execute(self, worker: Worker, message: Message) -> None:
         if isinstance(message, Execute):
@@ -251,33 +269,25 @@ class _Reporter:
             self.report(Beat())
 
 
-def run_rank(
-    connection: Connection,
-    pipe: Connection,
-    settings: RankSettings,
-    config: EngineConfig,
-    hooks: CheckHooks,
-) -> None:
+def run_rank(connection: Connection, pipe: Connection, engine: NextEngine) -> None:
     """Run the process of a rank. It ends with the first rank's process.
 
-    connection: for reports. pipe: of the broadcast.
+    connection: for reports. pipe: of the broadcast, and for the next engine while the rank is idle.
     """
     reclaim_signal_handlers()
     ignore_signals()
     # The first rank of a node starts processes that compile kernels; they end with it.
     multiprocessing.current_process().daemon = False
-    receiver = Receiver(
-        settings.memory, settings.reader, settings.num_readers, pipe, settings.decode
-    )
     reporter = _Reporter(connection)
-    torch.set_num_threads(max(1, torch.get_num_threads() // len(config.node_ranks)))
+    torch.set_num_threads(max(1, torch.get_num_threads() // len(engine.config.node_ranks)))
     try:
-        choose_device(config, settings.index)
-        seconds = config.distributed_timeout_seconds
-        store = connect_store(settings.host, settings.port, config.tensor_parallel_size, seconds)
-        reporter.report(Joined(identity_of(config)))
-        group = make_group(config, store, settings.index, settings.address)
-        RankLoop(receiver.receive, reporter.report).run(config, hooks, group)
+        while _serve(engine, pipe, reporter.report).stays:
+            # An engine's objects refer to each other: only a collection frees its memory.
+            gc.collect()
+            if pick_device(engine.config) != "cpu":
+                torch.cuda.empty_cache()
+            reporter.report(Idle())
+            engine = pickle.loads(pipe.recv_bytes())
     except EOFError:  # the first rank has ended
         os._exit(0)
     except Exception as error:
@@ -286,3 +296,20 @@ def run_rank(
         reporter.report(Failed(text, details))
         os._exit(1)
     os._exit(0)  # shutting the interpreter down takes seconds and frees nothing that matters
+
+
+def _serve(engine: NextEngine, pipe: Connection, report: Callable[[Report], None]) -> Stop:
+    """Join an engine and execute its messages until its end."""
+    settings, config = engine.settings, engine.config
+    receiver = Receiver(
+        settings.memory, settings.reader, settings.num_readers, pipe, settings.decode
+    )
+    choose_device(config, settings.index)
+    seconds = config.distributed_timeout_seconds
+    store = connect_store(settings.host, settings.port, config.tensor_parallel_size, seconds)
+    report(Joined(identity_of(config)))
+    group = make_group(config, store, settings.index, settings.address)
+    stop = RankLoop(receiver.receive, report).run(config, engine.hooks, group)
+    if stop.stays:
+        group.close()
+    return stop

@@ -24,6 +24,7 @@ from lockstep.worker.rank_process import (
     Beat,
     Call,
     Failed,
+    Idle,
     Joined,
     Loaded,
     Message,
@@ -48,6 +49,8 @@ WATCH_SECONDS = 0.5
 STARTING_WATCH_SECONDS = 0.02
 """Interval at which joined ranks and nodes are looked for before the first has joined. A start
 waits for up to one interval."""
+IDLE_SECONDS = 10.0
+"""Seconds that ranks have to leave an engine and to free its memory."""
 CAUSE_SECONDS = 5.0
 """Seconds that a failed exchange waits for the report of the rank that caused it."""
 
@@ -98,8 +101,8 @@ class RankWatch:
 
     hosts: of the ranks; more may be added. failure: which rank ended and why, once one has.
     reports: of each rank, heartbeats left out. serving: heartbeats must arrive; loading has no
-    limit. group: of all ranks. on_failure: called once with the failure, in the thread that sees
-    it.
+    limit. ending: end() was called. closing: reports count no more. thread: runs watch(). group: of
+    all ranks. on_failure: called once with the failure, in the thread that sees it.
     """
 
     size: int
@@ -109,7 +112,9 @@ class RankWatch:
     reports: dict[int, list[Report]] = field(default_factory=dict)
     reported: threading.Condition = field(default_factory=threading.Condition)
     serving: bool = False
+    ending: bool = False
     closing: bool = False
+    thread: threading.Thread | None = None
     group: RankGroup = ALONE
     on_failure: OnFailure | None = None
 
@@ -143,7 +148,7 @@ class RankWatch:
     def watch(self) -> None:
         """Read reports, and watch ended and silent ranks, until one fails or close()."""
         last_report: dict[int, float] = {}
-        while self.failure is None and not self.closing:
+        while self.failure is None and not self.closing and not self._idle():
             for host in self.hosts:
                 host.beat()
             try:
@@ -187,9 +192,43 @@ class RankWatch:
         for host in self.hosts:
             host.send(data, self.check)
 
+    def _idle(self) -> bool:
+        """Return whether all ranks wait for another engine."""
+        idle = (any(isinstance(r, Idle) for r in received) for received in self.reports.values())
+        return sum(idle) == self.size - 1
+
+    def _release(self) -> bool:
+        """Let all ranks leave this engine and wait for another one, if there is a pool for them.
+
+        Returns whether the pool has them. end() ends the others.
+        """
+        host = self.hosts[0]
+        if not isinstance(host, LocalRanks) or host.pool is None or not self.serving:
+            return False
+        # Garbage collection may end an engine in any thread, this one included.
+        if self.failure is not None or self.thread in (None, threading.current_thread()):
+            return False
+        try:
+            self.send(pickle.dumps(Stop(stays=True)))
+        except (OSError, RankError):
+            return False
+        self.group.close()
+        with self.reported:
+            self.reported.wait_for(lambda: self.failure is not None or self._idle(), IDLE_SECONDS)
+        if not self._idle():
+            return False
+        self.thread.join()  # the next engine's thread reads the same connections
+        host.release()
+        return True
+
     def end(self, why: str = "") -> None:
         """End all ranks and free what they take. why: the error for which they end."""
-        if self.closing:
+        if self.ending:
+            return
+        self.ending = True
+        if not why and self._release():
+            self.closing = True
+            self.hosts[0].close()
             return
         self.closing = True
         for host in self.hosts:
@@ -215,14 +254,17 @@ class PeerRanks:
         self.config = config
         self._has_nodes = config.nnodes > 1
         seconds = config.distributed_timeout_seconds
-        local = LocalRanks(range(1, len(config.node_ranks)))
+        pool = None if self._has_nodes else hooks.rank_pool
+        local = LocalRanks(range(1, len(config.node_ranks)), pool)
         self._running = RankWatch(config.tensor_parallel_size, [local])
         self._finalizer = weakref.finalize(self, self._running.end)
         try:
             choose_device(config, 0)
             store = connect_store(LOCALHOST, 0, config.tensor_parallel_size, seconds, first=True)
             watch = self._running.watch
-            threading.Thread(target=watch, name="lockstep-ranks", daemon=True).start()
+            thread = threading.Thread(target=watch, name="lockstep-ranks", daemon=True)
+            self._running.thread = thread
+            thread.start()
             address = self._join_nodes(store.port, progress) if self._has_nodes else None
             local.start(RankSettings(LOCALHOST, store.port, address), config, hooks)
             self._check_identities()

@@ -13,6 +13,8 @@ from lockstep.check.report.report import Report
 from lockstep.check.run import OTHER_SHARD, _frozen
 from lockstep.check.scenarios.examiner import Effort
 from lockstep.errors import CapacityError, ConfigError
+from lockstep.worker.local_ranks import LocalRanks
+from lockstep.worker.rank_pool import RankProcess
 
 
 @pytest.fixture
@@ -69,6 +71,33 @@ def test_model_that_does_not_fit_is_left_out(
     report = run_check("quick", model, sections=("sampling", "cache"), **settings)
     parts = report.not_exercised()["the weights need 9 GiB"]
     assert parts == ["tests of distributions", "matrix of cache"]
+
+
+@pytest.mark.slow
+def test_engines_of_a_check_share_the_processes_of_their_ranks(
+    model: str, settings: dict[str, Any], small_check: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    start = LocalRanks._start_process
+
+    def counted(ranks: LocalRanks, *rest: Any) -> RankProcess:
+        started.append(start(ranks, *rest))
+        return started[-1]
+
+    monkeypatch.setattr(LocalRanks, "_start_process", counted)
+    effort = Effort(scenarios=2)
+    report = run_check(
+        "quick",
+        model,
+        effort=effort,
+        sections=("tokens", "cache"),
+        tensor_parallel_size=2,
+        **settings,
+    )
+    assert report.cases and not report.failed, report.verdict
+    assert len({tally.setup for tally in report.tallies}) > 2
+    (rank,) = started
+    assert not rank.process.is_alive(), "it ends with the check"
 
 
 def test_no_time_leaves_everything_out(model: str, settings: dict[str, Any]) -> None:

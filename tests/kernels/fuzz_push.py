@@ -1,6 +1,6 @@
 """Fuzz the exchange between GPUs: random sizes, contents and kinds, with delays of random ranks.
 
-    python -m tests.kernels.fuzz_push [--seconds 300] [--ranks 2] [--seed 0]
+    python -m tests.kernels.fuzz_push [--seconds 300] [--ranks 2] [--seed 0] [--pause 0]
 
 Every rank is a process with a GPU. All ranks know all columns, so each compares each result bit for
 bit with what one GPU computes. Exits with status 1 at a difference or if a rank does not answer.
@@ -11,7 +11,8 @@ import argparse
 import random
 import sys
 import time
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import get_context
 
@@ -27,7 +28,11 @@ from lockstep.kernels.norm import add_rms_norm
 
 ROWS = (1, 1, 1, 2, 3, 5, 8, 16, 33, 64, 100, 256)
 WIDTHS = (8, 24, 64, 512, 2560, 8704)
-BATCH = 100
+NUM_SPLITS = 4
+"""Splits of columns in use at a time. A kernel is compiled for each split, which takes a second."""
+SPLIT_EXCHANGES = 20_000
+"""Exchanges after which one split is replaced."""
+BATCH = 20
 """Exchanges between two looks at the clock and at the results."""
 MAX_DELAY_CYCLES = 1 << 20
 JOIN_SECONDS = 120.0
@@ -35,12 +40,22 @@ JOIN_SECONDS = 120.0
 
 @dataclass
 class Fuzzer:
-    """Rank of the fuzz. shared: random choices that are equal on all ranks; own: of this rank."""
+    """Rank of the fuzz. shared: random choices that are equal on all ranks; own: of this rank.
+
+    splits: the columns of each rank, of several tensors.
+    """
 
     group: PeerGroup
     shared: random.Random
     own: random.Random
     noise: torch.Generator
+    splits: deque[tuple[int, ...]] = field(default_factory=lambda: deque(maxlen=NUM_SPLITS))
+
+    def add_split(self) -> None:
+        """Add a random split; the oldest of NUM_SPLITS goes."""
+        base = self.shared.choice(WIDTHS)
+        extra = (8 * self.shared.randrange(3) for _ in range(self.group.size))
+        self.splits.append(tuple(base + more for more in extra))
 
     def values(self, rows: int, width: int) -> Tensor:
         """Return random finite bf16 values [rows, width], equal on all ranks."""
@@ -60,8 +75,7 @@ class Fuzzer:
         """Run one exchange of a random kind -> whether a bit differs, on the device."""
         group = self.group
         rows = self.shared.choice(ROWS)
-        base = self.shared.choice(WIDTHS)
-        widths = tuple(base + 8 * self.shared.randrange(3) for _ in range(group.size))
+        widths = self.shared.choice(self.splits)
         kind = self.shared.choice(("columns", "partials", "needed", "silu_mul", "norm"))
         full = self.values(rows, sum(widths))
         gathered = exchange.backends["push"].run
@@ -74,7 +88,7 @@ class Fuzzer:
             actual = gathered(local, widths, group, torch.bfloat16)
             return differs(actual, (parts[0] + parts[1]).bfloat16())
         if kind == "needed":
-            needed = torch.arange(rows, dtype=torch.int32, device="cuda") * 7 % (base + 1)
+            needed = torch.arange(rows, dtype=torch.int32, device="cuda") * 7 % (min(widths) + 1)
             index = torch.cat([torch.arange(w, device="cuda") for w in widths])
             read = index < needed[:, None]
             actual = gathered(mine, widths, group, needed=needed)
@@ -100,7 +114,7 @@ def differs(actual: Tensor, expected: Tensor) -> Tensor:
     return (actual.view(torch.int16) != expected.view(torch.int16)).any()
 
 
-def run_rank(index: int, size: int, port: int, seconds: float, seed: int) -> None:
+def run_rank(index: int, size: int, port: int, seconds: float, seed: int, pause: float) -> None:
     """Fuzz as one rank. Raises AssertionError at a difference, ComputeError without an answer."""
     torch.cuda.set_device(index)
     load()
@@ -112,11 +126,16 @@ def run_rank(index: int, size: int, port: int, seconds: float, seed: int) -> Non
     fuzzer = Fuzzer(group, random.Random(seed), random.Random(f"{seed} {index}"), noise)
     end = time.monotonic() + seconds
     count = 0
+    for _ in range(NUM_SPLITS):
+        fuzzer.add_split()
     while going_on(store, index, size, count, time.monotonic() < end):
+        if count % SPLIT_EXCHANGES == SPLIT_EXCHANGES - BATCH:
+            fuzzer.add_split()
         wrong = torch.stack([fuzzer.exchange() for _ in range(BATCH)])
         assert not wrong.any(), f"exchanges {(count + wrong.nonzero()).flatten().tolist()} differ"
         group.check()
         count += BATCH
+        time.sleep(pause)
     if index == 0:
         print(f"{size} ranks: {count} exchanges, equal on each", flush=True)
     store.set(f"end/{index}", "")
@@ -142,10 +161,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds after 20 exchanges")
     options = parser.parse_args()
     context = get_context("spawn")
     port = free_port()
-    arguments = (options.ranks, port, options.seconds, options.seed)
+    arguments = (options.ranks, port, options.seconds, options.seed, options.pause)
     ranks = [
         context.Process(target=run_rank, args=(index, *arguments)) for index in range(options.ranks)
     ]

@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.server_process import COMMAND, PATIENCE, served
+from tests.forked_processes import children_of, forked_children
+from tests.serve.server_process import COMMAND, PATIENCE, is_gone, served
 
 pytestmark = [
     pytest.mark.slow,
@@ -155,6 +156,46 @@ def test_answers_outlive_replicas(tmp_path: Path) -> None:
         assert not set(metric(client, "replica_info")) & before
 
 
+def test_replicas_of_two_ranks_answer_like_one_rank(tmp_path: Path) -> None:
+    """A replica is killed under load, with its ranks; of another one a rank is killed."""
+    bodies = [body_of(number, tokens=24) for number in range(12)]
+    alone = tmp_path / "alone"
+    with served(alone, *OPTIONS) as (running, _):
+        expected = asyncio.run(answers(alone, bodies))
+        running.send_signal(signal.SIGINT)
+        assert running.wait(PATIENCE) == 0
+    options = ["--replicas", "2", "--tensor-parallel-size", "2"]
+    with replicated(tmp_path, *options) as (running, client, path):
+        wait_until(lambda: len(metric(client, "replica_info")) == 2)
+        (lost, *_) = replica_processes(running)
+        ranks = ranks_of(lost)
+        assert len(ranks) == 1
+
+        def wait_for_load() -> None:
+            wait_until(lambda: min(metric(client, "replica_num_requests_running").values()) > 1)
+
+        def kill() -> None:
+            wait_for_load()
+            os.kill(lost, signal.SIGKILL)
+
+        assert asyncio.run(answers(path, bodies, kill)) == expected
+        assert metric(client, "requests_moved")["lost"] > 1
+        wait_until(lambda: all(map(is_gone, ranks)))
+        wait_until(lambda: len(metric(client, "replica_info")) == 2)
+
+        def kill_rank() -> None:
+            wait_for_load()
+            os.kill(ranks_of(replica_processes(running)[0])[0], signal.SIGKILL)
+
+        assert asyncio.run(answers(path, bodies, kill_rank)) == expected
+        wait_until(lambda: sum(metric(client, "replica_engine_restarts").values()) == 1)
+
+
+def ranks_of(replica: int) -> list[int]:
+    """Return the processes of the ranks of a replica's engine but for the first."""
+    return [rank for engine in children_of(replica) for rank in forked_children(engine)]
+
+
 def test_replicas_follow_the_load(tmp_path: Path) -> None:
     options = ["--max-replicas", "2", "--target-ongoing-requests", "4", "--downscale-delay", "5"]
     with replicated(tmp_path, *options) as (_, client, path):
@@ -200,6 +241,18 @@ def test_replicas_publish_their_blocks(tmp_path: Path) -> None:
             ranks.setdefault(rank, set()).update(tokens)
         assert sorted(ranks) == [0, 1] and not ranks[0] & ranks[1]
         assert metric(client, "kv_event_batches")[""] >= 2
+
+
+def test_ray_of_another_program_is_left_alone(tmp_path: Path) -> None:
+    import ray
+
+    ray.init(address="local", num_cpus=1, include_dashboard=False)
+    try:
+        with replicated(tmp_path, "--replicas", "2") as (running, _, _):
+            wait_until(lambda: len(replica_processes(running)) == 2)
+        assert ray.is_initialized()
+    finally:
+        ray.shutdown()
 
 
 def test_an_unknown_cluster_is_an_error(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.forked_processes import forked_children
 from tests.serve.server_process import COMMAND, PATIENCE, engine_of, is_gone, served
 from tests.serve.test_engine_process import completion_text, wait_until, watch_restart
 from tests.worker.test_nodes import free_port
@@ -19,25 +20,23 @@ SIZES = ["--max-model-len", "512", "--max-num-seqs", "2", "--speculative-config"
 pytestmark = pytest.mark.slow
 
 
-def child_of(pid: int) -> int:
-    """Return the only process that a process has spawned."""
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    children = [child for item in threads for child in (item / "children").read_text().split()]
-    (spawned,) = (c for c in children if b"spawn_main" in Path(f"/proc/{c}/cmdline").read_bytes())
-    return int(spawned)
+def second_rank(engine: int) -> int:
+    """Return the process id of the only rank that an engine's process has started."""
+    (rank,) = forked_children(engine)
+    return rank
 
 
 def test_an_idle_server_notices_a_dead_rank(tmp_path: Path) -> None:
     with served(tmp_path / "s", *SIZES, "-tp", "2") as (running, client):
         expected = completion_text(client, BODY)
         began = time.monotonic()
-        os.kill(child_of(engine_of(running)), signal.SIGKILL)
+        os.kill(second_rank(engine_of(running)), signal.SIGKILL)
         wait_until(lambda: client.get("/health").status_code != 200)
         assert time.monotonic() - began < 5
         watch_restart(client)
         assert completion_text(client, BODY) == expected
         engine = engine_of(running)
-        rank = child_of(engine)
+        rank = second_rank(engine)
         running.send_signal(signal.SIGTERM)
         assert running.wait(PATIENCE) == 0
         wait_until(lambda: is_gone(engine) and is_gone(rank))

@@ -44,6 +44,7 @@ from lockstep.worker.rank_process import Call, Execute, Failed, Joined, Ready
 from lockstep.worker.rank_times import end_step_times, start_step_times
 from lockstep.worker.worker import Worker
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, make_engine
+from tests.forked_processes import forked_children
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 SIZES = {"max_model_len": 512, "max_num_seqs": 4}
@@ -644,9 +645,11 @@ def test_a_node_whose_head_ends_or_stops_ends_its_ranks(
     )
     with nodes_of(port, 2) as (process,):
         assert head.stdout is not None and head.stdout.readline() == "ready\n"
+        node_ranks = forked_children(process.pid)
+        assert len(node_ranks) == 1
         began = time.monotonic()
         os.kill(head.pid, sent)
-        wait_until(lambda: not has_children(process), 20.0)
+        wait_until(lambda: not any(map(is_alive, node_ranks)), 20.0)
         assert process.wait(60) == 2
         print(f"{sent.name}: the node has ended after {time.monotonic() - began:.0f} s")
         assert process.stderr is not None
@@ -656,10 +659,8 @@ def test_a_node_whose_head_ends_or_stops_ends_its_ranks(
     head.communicate()
 
 
-def has_children(process: subprocess.Popen[str]) -> bool:
-    """Return whether a process has a running rank."""
-    for thread in Path(f"/proc/{process.pid}/task").iterdir():
-        for pid in (thread / "children").read_text().split():
-            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return True
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs; one that has ended may still be in the table of processes."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False

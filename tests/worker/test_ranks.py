@@ -19,10 +19,11 @@ from lockstep.scheduling.grammar import FillMasks
 from lockstep.scheduling.schedule import Schedule
 from lockstep.spec.drafter import DraftContext
 from lockstep.spec.ngram import create
-from lockstep.worker import executor, ranks
+from lockstep.worker import executor, local_ranks, ranks
 from lockstep.worker.executor import executor_of
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.program import Drafter
+from lockstep.worker.rank_pool import RankPool
 from lockstep.worker.worker import LaunchedStep, Worker
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, make_engine
 from tests.thread_ranks import ThreadRanks
@@ -109,6 +110,42 @@ def test_a_rank_that_stops_is_given_up(memory_files: None, monkeypatch: pytest.M
     with pytest.raises(LockstepError, match=r"rank 1 of 2 .* has not answered for"):
         llm.generate(PROMPTS, LONG)
     wait_until_ended(llm)
+
+
+def test_a_process_joins_the_next_engine_of_its_pool(memory_files: None) -> None:
+    """The next engine has other settings; a process that has ended is replaced."""
+    pool = RankPool()
+    hooks = CheckHooks(rank_pool=pool)
+    expected = [answer(out) for out in make_engine(None).generate(PROMPTS[:2], SEEDED)]
+    pids = []
+    for drafter in ("ngram", None, None):
+        llm = make_engine(drafter, hooks, tensor_parallel_size=2)
+        (process,) = processes(llm)
+        assert process.pid is not None
+        pids.append(process.pid)
+        assert [answer(out) for out in llm.generate(PROMPTS[:2], SEEDED)] == expected
+        executor_of(llm.engine).close()
+        assert process.is_alive()
+        if len(pids) == 2:
+            os.kill(process.pid, signal.SIGKILL)
+            process.join(20)
+    assert pids[0] == pids[1] != pids[2]
+    pool.close()
+    assert not process.is_alive()
+
+
+def test_a_process_that_does_not_leave_its_engine_is_not_kept(
+    memory_files: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(local_ranks, "END_SECONDS", 0.2)
+    pool = RankPool()
+    llm = make_engine(None, CheckHooks(rank_pool=pool), tensor_parallel_size=2)
+    (process,) = processes(llm)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    executor_of(llm.engine).close()
+    assert not process.is_alive() and pool.take(1) is None
 
 
 def exhaust_memory(worker: Worker) -> None:

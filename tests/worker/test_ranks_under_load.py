@@ -24,14 +24,15 @@ from lockstep.worker.executor import executor_of
 from lockstep.worker.worker import LaunchedStep, Worker
 from tests import engine_factories
 from tests.engine_factories import EngineAndGrammars, Progress, run, wait_until_empty
+from tests.forked_processes import forked_children
 
 ROWS = 2
 REQUESTS = 6
 STEP_SECONDS = 60.0
 SHORT = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
-LONG = replace(SHORT, max_tokens=150)
+LONG = replace(SHORT, max_tokens=60)
 SETTINGS = {"max_model_len": 2048, "max_num_seqs": ROWS, "num_gpu_blocks": ROWS * 33}
-STEPS_BEFORE = 20
+STEPS_BEFORE = 10
 """Decode steps before a rank runs out of memory."""
 
 pytestmark = pytest.mark.slow
@@ -68,10 +69,8 @@ def short_of_memory(settings: dict[str, Any], path: Path, progress: Progress) ->
 
 def second_rank(engine: int) -> int:
     """Return the process id of the only rank that an engine's process has started."""
-    threads = Path(f"/proc/{engine}/task").iterdir()
-    children = [pid for item in threads for pid in (item / "children").read_text().split()]
-    (rank,) = (p for p in children if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes())
-    return int(rank)
+    (rank,) = forked_children(engine)
+    return rank
 
 
 def make_request(number: int) -> Request:

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from lockstep.errors import ConfigError
 from lockstep.kernels.formats.kv.table import KV_FORMATS
+from lockstep.layers import sharding
 from lockstep.models import ARCHITECTURES
 from lockstep.spec import DRAFTERS
 from lockstep.worker import executor
@@ -174,6 +176,51 @@ def test_two_ranks_answer_like_one(
     expected = generate(model, 1, settings)
     monkeypatch.setattr(executor, "start_ranks", ThreadRanks)
     assert generate(model, 2, settings) == expected
+
+
+MODELS: dict[str | None, tuple[tuple[int, ...], Config]] = {
+    None: ((2, 3, 6), MTP),
+    "moe": ((2, 4), MTP),
+    "nemotron_h": ((2,), MTP),
+    "deepseek_v3": ((2, 4), MTP),
+    "qwen3": ((2, 4), EAGLE3),
+}
+"""Trained checkpoint (None: the bundled one) -> all sizes that divide its heads or groups, drafter.
+"""
+FORMATS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "int4 weights": {"quantization": "int4"},
+    "fp8 weights": {"quantization": "fp8"},
+    "fp8 cache": {"kv_cache_dtype": "fp8"},
+    "TurboQuant cache": {"kv_cache_dtype": "turboquant_4bit_nc"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model or "bundled")
+def test_every_number_of_ranks_answers_like_one(
+    model: str | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, drafter = MODELS[model]
+    settings = {**FORMATS[name], "speculative_config": drafter}
+    monkeypatch.setattr(sharding, "VOCABULARY_TILE", 256)  # so that all ranks have some tokens
+    expected = generate(model, 1, settings)
+    monkeypatch.setattr(executor, "start_ranks", ThreadRanks)
+    for size in sizes:
+        assert generate(model, size, settings) == expected, size
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model or "bundled")
+def test_other_numbers_of_ranks_are_refused(
+    model: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, _ = MODELS[model]
+    monkeypatch.setattr(executor, "start_ranks", ThreadRanks)
+    for size in {2, 3, 4, 6, 8} - set(sizes):
+        allowed = ", ".join(map(str, (1, *sizes)))
+        with pytest.raises(ConfigError, match=f"={size} is not allowed; allowed: {allowed}"):
+            generate(model, size, {})
 
 
 def test_every_architecture_is_listed() -> None:

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
+import torch
+
 from lockstep.answer import Answer
 from lockstep.check import oracle_drafter
 from lockstep.check.checked_model import CheckedModel
@@ -22,7 +24,8 @@ from lockstep.check.matrix.cases import Batch, Case, prefixes_to_cache
 from lockstep.check.matrix.logits_setups import SIZES, batches, engines, long_length, make_cases
 from lockstep.check.matrix.logits_setups import settings as engine_settings
 from lockstep.check.matrix.setups import LOGITS, PLAIN, Setup
-from lockstep.check.report.report import LOGITS_CASES, Tally
+from lockstep.check.report.report import LOGITS_CASES, Report, Tally
+from lockstep.errors import CapacityError
 from lockstep.spec import own_drafter
 from lockstep.spec.config import AUTO_DRAFTS
 
@@ -39,15 +42,15 @@ def run_logits(checked: CheckedModel, deadline: Deadline = NO_DEADLINE) -> None:
     max_context = raw.get("text_config", raw).get("max_position_embeddings", size.long)
     long = long_length(size, checked.device, max_context)
 
-    def build_setup(setup: Setup) -> CheckEngine:
+    def build_setup(setup: Setup, **ranks: int) -> CheckEngine:
         # Objects of an engine refer to each other: only a collection frees its memory.
         gc.collect()
         arguments = {**engine_settings(setup, size, long), "skip_tokenizer_init": True}
-        settings = settings_with(arguments, checked.settings)
-        return build(checked.name, settings, setup.hooks())
+        settings = settings_with(arguments, {**checked.settings, **ranks})
+        return build(checked.name, settings, setup.hooks(), None, checked.rank_pool)
 
     checked.progress("logits: plain outputs", 0, 0)
-    plain = build_setup(PLAIN)
+    plain = _build_plain(build_setup, report)
     cases = make_cases(plain.engine.vocab_size, long, size.max_tokens)
     expected: dict[str, Answer] = {}
     # The other half of the time is for the comparisons.
@@ -84,6 +87,15 @@ def run_logits(checked: CheckedModel, deadline: Deadline = NO_DEADLINE) -> None:
     if (deadline.passed or len(expected) < len(cases)) and comparison.compared < total:
         missing = f"{total - comparison.compared} of {total} outputs of {LOGITS}"
         report.omit(LOGITS, missing, TIME_UP)
+
+
+def _build_plain(build_setup: Callable[..., CheckEngine], report: Report) -> CheckEngine:
+    """Build the engine of the plain run on one rank, or on all if one has not enough memory."""
+    try:
+        return build_setup(PLAIN, tensor_parallel_size=1)
+    except (CapacityError, torch.OutOfMemoryError) as error:
+        report.omit(LOGITS, "plain run on one rank", f"one rank has not enough memory: {error}")
+    return build_setup(PLAIN)
 
 
 def _drafting(checked: CheckedModel) -> tuple[str | None, int]:

@@ -137,7 +137,8 @@ def _run_engine(
     done = comparison.compared
     try:
         settings = settings_with(setup.settings(), checked.settings)
-        engine = build(checked.name, settings, setup.hooks(), checked.processors)
+        hooks, processors = setup.hooks(), checked.processors
+        engine = build(checked.name, settings, hooks, processors, checked.rank_pool)
         _record_coverage(report, engine, setup, runs)
         _run_batches(engine, setup, runs, comparison, deadline)
     except Exception as error:  # an engine that breaks has not given the plain answer
@@ -214,7 +215,8 @@ class _Search:
         with traced(plain, is_mine) as plain_digests:
             plain.answers([case])
         search_settings = settings_with(suspect.settings(), checked.settings)
-        engine = build(checked.name, search_settings, suspect.hooks(), checked.processors)
+        hooks, processors = suspect.hooks(), checked.processors
+        engine = build(checked.name, search_settings, hooks, processors, checked.rank_pool)
         if suspect.phase == PREFIX_HIT:
             engine.cache(prefixes_to_cache(tuple(self.cases)))
         with traced(engine, is_mine) as traced_digests:

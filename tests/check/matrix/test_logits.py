@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lockstep.check import Interrupted, run_check
 from lockstep.check.checked_model import CheckedModel
@@ -18,7 +19,10 @@ from lockstep.check.matrix.logits_setups import CHUNKS, SIZES, Size, batches, en
 from lockstep.check.matrix.setups import Setup
 from lockstep.check.oracle_drafter import OracleDrafter
 from lockstep.check.report.report import LOGITS_CASES, Report
+from lockstep.errors import CapacityError
+from lockstep.worker import executor
 from tests.check.faulty import flip_last_logit_bit
+from tests.thread_ranks import ThreadGroup, ThreadRanks
 
 GRAPH_MODES = ("full", "piecewise", "none")
 SMALL = Size((1, 2, 7), (0, 3, 7), (), 1, 1, 300, 10)
@@ -29,9 +33,9 @@ Check = Callable[..., Report]
 def check(model: str, monkeypatch: pytest.MonkeyPatch) -> Check:
     """Return the section of logits at a small size over the tiny model."""
 
-    def run(size: Size = SMALL) -> Report:
+    def run(size: Size = SMALL, **settings: Any) -> Report:
         monkeypatch.setitem(SIZES, "quick", size)
-        return run_check("quick", model, sections=("logits",), load_format="dummy")
+        return run_check("quick", model, sections=("logits",), load_format="dummy", **settings)
 
     return run
 
@@ -83,6 +87,35 @@ def test_engines_without_known_outputs_are_not_built(
     assert (report.failed, report.cases) == (0, 1)
     assert report.not_exercised()[TIME_UP] == [f"{total - 1} of {total} outputs of logits"]
     assert len(built) == 2, "the plain engine, and the first of three"
+
+
+@pytest.mark.parametrize("fits", [True, False], ids=["one rank", "too large for one rank"])
+def test_plain_runs_have_one_rank(
+    fits: bool, check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exchange that changes values is found, unless the plain runs need it too."""
+    gather = ThreadGroup.all_gather
+    build = logits.build
+
+    def inexact(group: ThreadGroup, local: Tensor) -> Tensor:
+        gathered = gather(group, local)
+        return gathered * 1.01 if gathered.is_floating_point() else gathered
+
+    def build_where_it_fits(name: str, settings: dict[str, Any], *rest: Any) -> CheckEngine:
+        if not fits and settings["tensor_parallel_size"] == 1:
+            raise CapacityError("it needs another rank")
+        return build(name, settings, *rest)
+
+    monkeypatch.setattr(executor, "start_ranks", ThreadRanks)
+    monkeypatch.setattr(ThreadGroup, "all_gather", inexact)
+    monkeypatch.setattr(logits, "build", build_where_it_fits)
+    report = check(Size((1, 2), (0,), (), 0, 1, 300, 4), tensor_parallel_size=2)
+    reason = "one rank has not enough memory: it needs another rank"
+    if fits:
+        assert report.failed and reason not in report.not_exercised()
+    else:
+        assert not report.failed
+        assert report.not_exercised()[reason] == ["plain run on one rank"]
 
 
 @pytest.mark.gpu
