@@ -328,25 +328,43 @@ STAGES = {(16, 128): 11, (32, 128): 10, (64, 128): 8, (CTA_ROWS, 64): 8, (CTA_RO
 """Pipeline stages by (tokens, outputs) of a tile: the most that fit with the epilogue's buffer."""
 NARROW = 64
 """Maximum tokens of a narrow tile."""
-MAX_NARROW = 512
-"""Maximum tokens of a product in narrow tiles, each of one split-K partition."""
+BLOCK_TIMES = {(NARROW, 128): 0.30, (CTA_ROWS, 64): 0.25, (CTA_ROWS, 128): 0.45}
+"""us that a CTA takes for a block of 128 columns, by (tokens, outputs) of the tile."""
+PARTIALS_RATE = 3e6
+"""Bytes per us at which partials are written and read."""
 MAX_SCALES = 512
 """Maximum blocks of a weight row, whose scales are in shared memory: K = 65,536."""
 GROUP = 16
 """Row tiles that share a column tile's weights in L2."""
 
 
-def choose_hopper_tile(tokens: int, weight: Fp8Weight, may_split: bool) -> HopperTile:
-    """Return the tile. may_split: the partials may be written to memory.
+def choose_hopper_tile(
+    tokens: int, weight: Fp8Weight, split_k: int, may_split: bool, num_sms: int
+) -> HopperTile:
+    """Return the tile of the shortest expected time. may_split: the partials may go to memory.
 
-    Times are in docs/kernels/fp8_linear.md.
+    Up to NARROW tokens the bytes of the weight bind, so one tile has all tokens, and a partition
+    is a tile. Otherwise the time is that of the waves of tiles. docs/kernels/fp8_linear.md has the
+    measured times.
     """
-    if tokens > MAX_NARROW:
-        outputs = CTA_ROWS if shares_scale(weight, CTA_ROWS) else ROWS.value
-        return HopperTile(CTA_ROWS, outputs, STAGES[CTA_ROWS, outputs], splits=False)
-    narrow = [size for size, _ in STAGES if size <= NARROW]
-    size = next(size for size in narrow if min(tokens, NARROW) <= size)
-    return HopperTile(size, CTA_ROWS, STAGES[size, CTA_ROWS], may_split)
+    may_split = may_split and split_k > 1
+    if tokens <= NARROW:
+        size = next(size for size, _ in STAGES if tokens <= size)
+        return HopperTile(size, CTA_ROWS, STAGES[size, CTA_ROWS], may_split)
+    n, k = weight.shape
+
+    def expected_us(tile: HopperTile) -> float:
+        parts = split_k if tile.splits else 1
+        tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(n, tile.outputs) * parts
+        blocks = triton.cdiv(triton.cdiv(k, WORD_COLUMNS), parts)
+        moved = 8 * tokens * n * split_k if tile.splits else 0  # fp32, written and read
+        time = BLOCK_TIMES[tile.tokens, tile.outputs]
+        return triton.cdiv(tiles, num_sms) * blocks * time + moved / PARTIALS_RATE
+
+    sizes = [size for size in BLOCK_TIMES if size[0] == NARROW or shares_scale(weight, size[1])]
+    splits = (True, False) if may_split else (False,)
+    tiles = [HopperTile(*size, STAGES[size], split) for size in sizes for split in splits]
+    return min(tiles, key=expected_us)
 
 
 def shares_scale(weight: Fp8Weight, outputs: int) -> bool:
@@ -366,7 +384,7 @@ def tile_of(
 ) -> HopperTile | Fp8Tile:
     """Return the tile of this kernel, or that of triton.py where the kernel does not run."""
     if target.arch == HOPPER and fits(weight, split_k):
-        return choose_hopper_tile(tokens, weight, may_split)
+        return choose_hopper_tile(tokens, weight, split_k, may_split, target.num_sms)
     return choose_tile(tokens, split_k, may_split, target)
 
 
@@ -428,7 +446,7 @@ def fp8_linear_hopper(
     if not fits(weight, split_k):
         return fp8_linear_triton(x, weight, split_k, allow_partials, out)
     target = compile_target(x.device)
-    tile = choose_hopper_tile(len(x), weight, out is None)
+    tile = choose_hopper_tile(len(x), weight, split_k, out is None, target.num_sms)
     fill = partial(launch_hopper, x, weight, split_k, tile, target)
     num_partials = split_k if tile.splits else 1
     return run_kernel(fill, x, weight.shape[0], num_partials, allow_partials, out)
