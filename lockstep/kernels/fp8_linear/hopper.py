@@ -328,8 +328,8 @@ STAGES = {(16, 128): 11, (32, 128): 10, (64, 128): 8, (CTA_ROWS, 64): 8, (CTA_RO
 """Pipeline stages by (tokens, outputs) of a tile: the most that fit with the epilogue's buffer."""
 NARROW = 64
 """Maximum tokens of a narrow tile."""
-BLOCK_TIMES = {(NARROW, 128): 0.30, (CTA_ROWS, 64): 0.25, (CTA_ROWS, 128): 0.45}
-"""us that a CTA takes for a block of 128 columns, by (tokens, outputs) of the tile."""
+BLOCK_TIMES = {(NARROW, 128): 0.39, (CTA_ROWS, 64): 0.31, (CTA_ROWS, 128): 0.46}
+"""us that a CTA of an H200 takes for a block of 128 columns, by (tokens, outputs) of the tile."""
 PARTIALS_RATE = 3e6
 """Bytes per us at which partials are written and read."""
 MAX_SCALES = 512
