@@ -16,8 +16,11 @@ from lockstep.replicas import host as host_module
 from lockstep.replicas import transport as transport_module
 from lockstep.replicas.messages import Call, OtherNumerics, Query
 from lockstep.replicas.transport import ReplicaTransport
+from lockstep.worker import executor
+from lockstep.worker.ranks import start_ranks
 from tests.bundled_model import PROMPTS, SEEDED, answer, make_engine
 from tests.replicas.local_fleet import LocalFleet
+from tests.thread_ranks import ThreadRanks
 
 LENGTH = 24
 AFTER = 4
@@ -37,7 +40,7 @@ PARAMS: list[SamplingParams] = [
 
 @dataclass
 class Replicas:
-    """Two replicas of the bundled model with one client."""
+    """Replicas of the bundled model with one client."""
 
     llm: AsyncLLM
     fleet: LocalFleet
@@ -60,7 +63,7 @@ class Replicas:
         return await asyncio.gather(*map(read, prompts, params))
 
     async def until_ready(self) -> None:
-        """Wait until both replicas have reported their numerics."""
+        """Wait until all replicas have reported their numerics."""
         while not all(state.numerics for state in self.transport.router._replicas.values()):
             await asyncio.sleep(0.01)
 
@@ -71,9 +74,10 @@ async def running(
     allow: bool = False,
     serves: str = "",
     publishers: Sequence[Any] = (),
+    names: str = "ab",
     **settings: Any,
 ) -> AsyncIterator[Replicas]:
-    llms = {name: make_engine(None, max_num_batched_tokens=64, **settings) for name in "ab"}
+    llms = {name: make_engine(None, max_num_batched_tokens=64, **settings) for name in names}
     first = llms["a"]
     fleet = LocalFleet(llms, numerics)
     transport = ReplicaTransport(fleet, serves or first.engine.fingerprint, allow, publishers)
@@ -93,19 +97,30 @@ def alone() -> LLM:
     return make_engine("mtp", max_num_batched_tokens=64)
 
 
-@pytest.mark.parametrize("way", ("kill", pytest.param("drain", marks=pytest.mark.slow)))
-def test_answers_do_not_change_where_a_replica_goes_away(alone: LLM, way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "names", "ranks"),
+    [
+        ("kill", "ab", 1),
+        pytest.param("drain", "ab", 1, marks=pytest.mark.slow),
+        pytest.param("kill", "ab", 2, marks=pytest.mark.slow),
+        pytest.param("kill", "abcd", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_answers_do_not_change_where_a_replica_goes_away(
+    alone: LLM, way: str, names: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Completions, log-probabilities of answers and prompts, stop strings, grammars, penalties."""
+    monkeypatch.setattr(executor, "start_ranks", ThreadRanks if ranks > 1 else start_ranks)
     params = [PARAMS[i % 4].clone() for i in range(8)]
     prompts = [PROMPTS[i // 2] for i in range(8)]
     expected = list(map(answer, alone.generate(prompts, [one.clone() for one in params])))
 
     async def work() -> tuple[list[RequestOutput], ReplicaTransport, LocalFleet]:
-        async with running() as replicas:
+        async with running(names=names, tensor_parallel_size=ranks) as replicas:
             fleet = replicas.fleet
             leave = {"kill": lambda: fleet.kill("a"), "drain": lambda: fleet.list("b")}[way]
             outputs = await replicas.answers(prompts, params, leave)
-            assert replicas.transport.router.replica_ids == ["b"]
+            assert sorted(replicas.transport.router.replica_ids) == list(names[1:])
             stats = replicas.llm.stats()
             assert stats.resumed_total == sum(replicas.transport.moved_total.values())
             assert stats.num_running + stats.num_waiting == 0 or stats.generation_tokens_total
@@ -114,9 +129,10 @@ def test_answers_do_not_change_where_a_replica_goes_away(alone: LLM, way: str) -
 
     outputs, transport, fleet = asyncio.run(work())
     assert list(map(answer, outputs)) == expected
-    assert {name for _, name in fleet.routed} == {"a", "b"}
+    assert {name for _, name in fleet.routed} == set(names)
     reason = {"kill": "lost", "drain": "drained"}[way]
-    assert transport.moved_total[reason] > 2, "requests were moved in the middle"
+    # A replica of four has two of the eight requests.
+    assert transport.moved_total[reason] > 4 / len(names), "requests were moved in the middle"
 
 
 def test_reports_that_fail_lose_the_replica(alone: LLM, caplog: pytest.LogCaptureFixture) -> None:

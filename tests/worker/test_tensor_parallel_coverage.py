@@ -211,6 +211,7 @@ def test_every_number_of_ranks_answers_like_one(
         assert generate(model, size, settings) == expected, size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model or "bundled")
 def test_other_numbers_of_ranks_are_refused(
     model: str | None, monkeypatch: pytest.MonkeyPatch

@@ -89,6 +89,7 @@ def test_engines_without_known_outputs_are_not_built(
     assert len(built) == 2, "the plain engine, and the first of three"
 
 
+@pytest.mark.default_cases("one rank")
 @pytest.mark.parametrize("fits", [True, False], ids=["one rank", "too large for one rank"])
 def test_plain_runs_have_one_rank(
     fits: bool, check: Check, monkeypatch: pytest.MonkeyPatch
