@@ -178,7 +178,7 @@ class CheckedScheduler(Scheduler):
         self._origins: dict[bytes, tuple[str, str]] = {}
         self._is_forcing = False
         self._left: dict[str, tuple[int, int]] = {}
-        self._partners: set[str] = set()
+        self._row_of_partner: dict[str, int] = {}
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvariantError if it shares prefixes with another salt's."""
@@ -235,18 +235,20 @@ class CheckedScheduler(Scheduler):
         self._is_forcing = False
 
     def _add_partners(self) -> None:
-        """Preempt one more row with each request that should return under another one.
+        """Preempt one more row with each request that should not return to its own at once.
 
-        The two exchange their rows in this schedule. Steps in flight then have results of a row
-        that another request owns.
+        The other request gets the first one's row in this schedule. So results of a step in flight
+        belong to a row that has a new owner.
         """
-        running = [entry.request.id for entry in self.running]
-        for request_id in running:
-            if request_id in self.preempt_next and self.returns.get(request_id) == ANOTHER_ROW:
-                partner = next((other for other in running if other not in self.preempt_next), None)
+        running = list(self.running)
+        for entry in running:
+            wanted = self.returns.get(entry.request.id, AT_ONCE)
+            if entry.request.id in self.preempt_next and wanted != AT_ONCE:
+                ids = (other.request.id for other in running)
+                partner = next((other for other in ids if other not in self.preempt_next), None)
                 if partner is not None:
                     self.preempt_next.add(partner)
-                    self._partners.add(partner)
+                    self._row_of_partner[partner] = entry.row
 
     def _preempt(self, plan: Schedule, entry: Entry) -> None:
         """Record the row that a request leaves."""
@@ -272,18 +274,9 @@ class CheckedScheduler(Scheduler):
             return self._start_new(plan, entry)
         if request_id not in self._left:
             return super()._start(plan, entry)
-        row, tick = self._left[request_id]
-        wanted = self.returns.get(request_id, AT_ONCE)
-        if request_id in self._partners:
-            wanted = ANOTHER_ROW
-        if wanted == LATER and self.ticks <= tick + HELD_TICKS:
+        if not self._order_free_rows(request_id):
             return False
-        other_rows = [free for free in self.free_rows if free != row]
-        if wanted == ANOTHER_ROW and row in self.free_rows:
-            if not other_rows and self.ticks <= tick + HELD_TICKS:
-                return False
-            # The last row of the stack is taken next.
-            self.free_rows = [row, *other_rows]
+        row, tick = self._left[request_id]
         if not super()._start(plan, entry):
             return False
         self._started.append(request_id)
@@ -292,7 +285,27 @@ class CheckedScheduler(Scheduler):
         if self.ticks > tick + 1:
             ways.add(LATER)
         del self._left[request_id]
-        self._partners.discard(request_id)
+        self._row_of_partner.pop(request_id, None)
+        return True
+
+    def _order_free_rows(self, request_id: str) -> bool:
+        """Put the row that a preempted request should get last: the last one of the stack is taken.
+
+        Returns False if the request should wait.
+        """
+        row, tick = self._left[request_id]
+        target = self._row_of_partner.get(request_id)
+        if target in self.free_rows:
+            self.free_rows = [*(free for free in self.free_rows if free != target), target]
+            return True
+        wanted = self.returns.get(request_id, AT_ONCE)
+        if wanted == LATER and self.ticks <= tick + HELD_TICKS:
+            return False
+        other_rows = [free for free in self.free_rows if free != row]
+        if wanted == ANOTHER_ROW and row in self.free_rows:
+            if not other_rows and self.ticks <= tick + HELD_TICKS:
+                return False
+            self.free_rows = [row, *other_rows]
         return True
 
     def _start_new(self, plan: Schedule, entry: Entry) -> bool:

@@ -451,12 +451,16 @@ def test_preempted_request_returns_under_another_row_or_later(
     assert returns != ANOTHER_ROW or events[OTHER_ROWS] == expected
 
 
+@pytest.mark.parametrize("returns", [ANOTHER_ROW, LATER])
 def test_results_of_a_row_that_has_a_new_owner_are_judged(
-    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine], monkeypatch: pytest.MonkeyPatch
+    plain: PlainRuns,
+    build_kind: Callable[[Kind], CheckEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    returns: str,
 ) -> None:
     """The prompt loses its row while a step is in flight, whose results have log-probabilities."""
     params = {**PHASED.params, "prompt_logprobs": 3}
-    request = replace(PHASED, params=params, preempt=(IN_PROMPT,), returns=ANOTHER_ROW, arrival=3)
+    request = replace(PHASED, params=params, preempt=(IN_PROMPT,), returns=returns, arrival=3)
     scenario = Scenario(Kind("oracle", 3, in_flight=2), Limits(chunk=64), (request, OTHER))
     play(plain, build_kind, scenario)
     prompt_logprobs = Worker._prompt_logprobs
