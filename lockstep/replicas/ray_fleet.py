@@ -341,7 +341,8 @@ def _start_ray(settings: FleetSettings) -> None:
     }
     if settings.address is None:
         local = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
-        ray.init(**common, **local)
+        # Without this address Ray joins a cluster that runs on this machine, or RAY_ADDRESS.
+        ray.init(address="local", **common, **local)
     else:
         try:
             _check_reachable(settings.address)
