@@ -43,7 +43,7 @@ CLIENTS = 8
 """Processes that read streams."""
 KILL_STREAMS = 64
 PATIENCE = 150.0
-"""Seconds until a server must answer."""
+"""Seconds until a server must answer, on idle cores."""
 WHAT = ("servers", "replicas", "ranks")
 Answer = tuple[float, float, list[int]]
 """Seconds to the first event and to the end, since the load began; tokens."""

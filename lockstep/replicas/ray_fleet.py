@@ -341,7 +341,7 @@ def _start_ray(settings: FleetSettings) -> None:
     }
     if settings.address is None:
         local = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
-        # Without an address, Ray would join one that another program runs on this machine.
+        # Without this address Ray joins a cluster that runs on this machine, or RAY_ADDRESS.
         ray.init(address="local", **common, **local)
     else:
         try:

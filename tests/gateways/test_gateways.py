@@ -50,7 +50,8 @@ def test_round_robin_balances_and_changes_no_answer(
         before = fleet.finished()
         answers = [fleet.chat(messages, 24) for _ in range(8)]
         after = fleet.finished()
-    direct = Fleet(servers, httpx.Client(base_url=servers[0].url, timeout=60)).chat(messages, 24)
+    with httpx.Client(base_url=servers[0].url, timeout=60) as client:
+        direct = Fleet(servers, client).chat(messages, 24)
     assert [b - a for a, b in zip(before, after, strict=True)] == [4, 4]
     for answer in answers:
         assert answer["choices"][0]["message"] == direct["choices"][0]["message"]

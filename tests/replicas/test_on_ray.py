@@ -196,7 +196,9 @@ def ranks_of(replica: int) -> list[int]:
     return [rank for engine in children_of(replica) for rank in forked_children(engine)]
 
 
-def test_replicas_follow_the_load(tmp_path: Path) -> None:
+def test_replicas_follow_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray is started here even if the environment names a cluster, as on a machine of one."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     options = ["--max-replicas", "2", "--target-ongoing-requests", "4", "--downscale-delay", "5"]
     with replicated(tmp_path, *options) as (_, client, path):
         wait_until(lambda: len(metric(client, "replica_info")) == 1)
