@@ -38,6 +38,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+STEP_SIZE = ("--max-num-seqs", "4", "--max-num-batched-tokens", "2048")
+"""One size of steps to run dry. Without it, explain for an absent GPU compares several."""
+
+
 def run(*arguments: str, input: str | None = None) -> Result:
     return CliRunner().invoke(app, arguments, input=input, catch_exceptions=False)
 
@@ -192,7 +196,7 @@ def test_consecutive_layers_are_a_span() -> None:
 
 def test_explain_for_an_absent_gpu(model: str) -> None:
     """Hopper's kernel is refused with a reason; a request of full length fits, or does not."""
-    request = ("explain", "--arch", "sm_86", "--model", model, "--max-num-seqs", "4")
+    request = ("explain", "--arch", "sm_86", "--model", model, *STEP_SIZE)
     result = json.loads(run(*request, "--json", "--gpu-memory-bytes", "24e9").stdout)
     chosen = {one["op"]: one for one in result["layers"]}
     assert chosen["paged_attention"]["backend"] == "triton"
@@ -233,7 +237,7 @@ def test_explain_shows_the_ranks_of_an_absent_host(
         return explanations[key]
 
     monkeypatch.setattr(explain, "explain_absent", explain_once)
-    request = ("explain", "--arch", "sm_90", "--model", model, "-tp", "2")
+    request = ("explain", "--arch", "sm_90", "--model", model, *STEP_SIZE, "-tp", "2")
     result = json.loads(run(*request, "--json").stdout)["ranks"]
     assert len(result["bytes"]) == 2
     shown = run(*request).stdout
@@ -255,7 +259,7 @@ def test_explain_counts_a_reduced_draft_head(model: str) -> None:
 
 
 def test_explain_counts_a_16_bit_state(model: str) -> None:
-    request = ("explain", "--arch", "sm_86", "--model", model, "--json")
+    request = ("explain", "--arch", "sm_86", "--model", model, *STEP_SIZE, "--json")
     plans = [json.loads(run(*request, "--mamba-ssm-cache-dtype", kept).stdout)["plan"]
              for kept in ("auto", "bfloat16")]  # fmt: skip
     assert [plan["state_dtype"] for plan in plans] == ["float32", "bfloat16"]

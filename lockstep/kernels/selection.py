@@ -173,7 +173,8 @@ def check_forced(forced: Mapping[str, str]) -> None:
 
     Backends must be loaded already.
     """
-    ops = all_ops()
+    # Every engine is checked, and the search for ops reads the package's folders.
+    ops = all_ops() if forced else {}
     for name, backend in forced.items():
         if name not in ops:
             allowed = ", ".join(sorted(ops))

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.kernels.backends import load
 from lockstep.kernels.lora import halving_sum, lora
 from lockstep.kernels.lora.cases import lora_cases
-from tests.kernels.backends import Backend, backends, same_bits
+from tests.kernels.backends import NUMBA, Backend, backends, same_bits
 
 CASES = list(lora_cases(torch.float32))[1:]
 NAMES = [name for name, _ in CASES]
@@ -51,7 +52,8 @@ def run(backend: Backend, arguments: dict[str, Any], **changes: Tensor) -> Tenso
 
 
 def test_cpu_has_the_bits_of_numpy(arguments: dict[str, Any]) -> None:
-    for name in ("reference", "cpu"):
+    load()
+    for name in {"reference", "cpu", NUMBA} & {"reference", *lora.backends}:
         actual = run(Backend(name, "cpu", torch.float32), arguments)
         for token in range(len(actual)):
             assert actual[token].numpy().tobytes() == numpy_lora(arguments, token).tobytes()

@@ -26,6 +26,7 @@ from lockstep.kernels.linear import linear
 from lockstep.kernels.linear.numba import linear_numba
 from lockstep.kernels.linear.prepacked import fits_tiles
 from lockstep.kernels.linear.tiled import TiledQuantizedWeight, TiledWeight
+from lockstep.kernels.lora import lora
 from lockstep.kernels.norm import add_rms_norm, gated_group_norm, gated_rms_norm, rms_norm
 from lockstep.kernels.rotary import rope_and_cache
 from lockstep.kernels.sampling import cpu as sampling_cpu
@@ -213,6 +214,7 @@ OPERANDS = {
     gated_delta_step: "mixed z b a weights.a_log weights.dt_bias weights.norm state.recurrent "
     "state.conv state.u state.k state.decay slots starts folded",
     linear: "",
+    lora: "y x a b scales parts adapter_ids",
     mtp_inputs: "row_ids token_rows positions cu_seqlens accepted",
     next_draft_step: "computed folded drafts row_ids tokens page_table",
     ngram_lookup: "computed drafts",

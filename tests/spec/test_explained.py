@@ -21,6 +21,8 @@ LAYERS = {
     "ngram": {"drafter"},
 }
 """Layers that a drafter adds."""
+STEP_SIZE = ("--max-num-seqs", "4", "--max-num-batched-tokens", "256")
+"""One size of steps to run dry. Without it, the planner compares several."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,11 @@ def page_bytes_without_module(target: Path, where: tuple[str, ...]) -> int:
 
 @pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("method", LAYERS)
-@pytest.mark.parametrize("where", [("--load-format", "dummy"), ("--arch", "sm_90")], ids=" ".join)
+@pytest.mark.parametrize(
+    "where",
+    [("--load-format", "dummy"), ("--arch", "sm_90", *STEP_SIZE)],
+    ids=lambda where: " ".join(where[:2]),
+)
 def test_explain_names_drafter_layers(target: Path, method: str, where: tuple[str, ...]) -> None:
     actual = run_json(target, method, "explain", *where)
     layers = {one["layer"] for one in actual["layers"] if one["layer"].startswith("draft")}
@@ -99,7 +105,7 @@ def test_reduced_draft_of_quantized_head(tmp_path: Path, where: str) -> None:
     requested = ("explain", "--arch", where, "--model", str(folder), "--speculative-config", mtp)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        done = CliRunner().invoke(app, (*requested, "--json"), catch_exceptions=False)
+        done = CliRunner().invoke(app, (*requested, *STEP_SIZE, "--json"), catch_exceptions=False)
     actual = json.loads(done.stdout)
     heads = {
         (one["layer"], one["size"], one["storage_format"])

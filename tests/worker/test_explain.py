@@ -16,6 +16,8 @@ from lockstep.worker.memory_estimate import DryEngine
 from tests.tiny_model import make_model
 
 ROOT = Path(__file__).parent.parent.parent
+STEP_SIZE = {"max_num_seqs": 4, "max_num_batched_tokens": 2048}
+"""One size of steps to run dry. Without it, the planner compares several."""
 PARTS = ("weights", "overhead", "table", "step", "graphs", "pages", "state")
 
 
@@ -72,7 +74,9 @@ def test_explain_leaves_no_fake_tensors(tmp_path: Path) -> None:
     Launches of quantized weights keep a counter on the GPU, see lockstep.kernels.epochs.
     """
     folder = make_model(tmp_path, hidden_size=5120, intermediate_size=17408)
-    config = EngineConfig.read(model=str(folder), load_format="dummy", quantization="int4")
+    config = EngineConfig.read(
+        model=str(folder), load_format="dummy", quantization="int4", **STEP_SIZE
+    )
     explain_absent(config, "sm_90", 24 * 10**9)
     gc.collect()
     assert not [item for item in gc.get_objects() if type(item) is FakeTensor]
@@ -80,7 +84,11 @@ def test_explain_leaves_no_fake_tensors(tmp_path: Path) -> None:
 
 def test_products_with_fp8_activations_are_explained(folder: Path) -> None:
     config = EngineConfig.read(
-        model=str(folder), load_format="dummy", quantization="fp8", activation_dtype="fp8"
+        model=str(folder),
+        load_format="dummy",
+        quantization="fp8",
+        activation_dtype="fp8",
+        **STEP_SIZE,
     )
     explained = explain_absent(config, "sm_90", 24 * 10**9)
     backends = {entry["backend"] for entry in explained["layers"] if entry["op"] == "fp8_linear"}

@@ -89,7 +89,11 @@ def test_floor_adds_exchanges_to_the_time_of_a_rank() -> None:
 
 
 def test_ranks_of_an_absent_gpu_share_the_weights() -> None:
-    config = EngineConfig.read(model=str(ASSETS / "qwen3"), tensor_parallel_size=4)
+    # With both sizes given, one size of steps runs dry instead of two.
+    sizes_of_steps = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
+    config = EngineConfig.read(
+        model=str(ASSETS / "qwen3"), tensor_parallel_size=4, **sizes_of_steps
+    )
     explanation = explain_absent(config, "sm_90", 24 * 10**9)
     ranks = explanation["ranks"]
     assert ranks["exchange_backend"] == "push or nccl"

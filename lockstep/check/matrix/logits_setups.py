@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.check import oracle_drafter
 from lockstep.check.drafters import NO_DRAFTER, speculative_config
 from lockstep.check.matrix.cases import PREFIX_TAIL, Batch, Case, cyclic_slice
-from lockstep.check.matrix.setups import LOGITS, PREFIX_HIT, Setup
+from lockstep.check.matrix.setups import CPU_LONG_PROMPT, LOGITS, PREFIX_HIT, Setup
 from lockstep.sampling_params import SamplingParams
 from lockstep.spec.config import AUTO_DRAFTS
 from lockstep.step import PAGE_SIZE
@@ -53,7 +53,8 @@ class Size:
 
     num_rows: batch sizes. drafts: each K in the first graph mode. other_mode_drafts: each K in the
     other graph modes. chunks: number of chunk sizes per engine. alone: prompts per engine that run
-    alone. long: maximum length of the long prompt. max_tokens: output tokens per request.
+    alone. long: maximum length of the long prompt. max_tokens: output tokens per request. cpu_long:
+    maximum length of the long prompt on a CPU.
     """
 
     num_rows: tuple[int, ...]
@@ -63,10 +64,12 @@ class Size:
     alone: int
     long: int
     max_tokens: int
+    cpu_long: int = CPU_LONG_LENGTH
 
 
 SIZES = {
-    "quick": Size((1, 2, 7, 16), (0, 3, 7), (3,), 1, 2, 1100, 12),
+    # CPU kernels run a prompt of 1,100 tokens by the code that runs CPU_LONG_PROMPT.
+    "quick": Size((1, 2, 7, 16), (0, 3, 7), (3,), 1, 2, 1100, 12, CPU_LONG_PROMPT),
     "default": Size((1, 2, 7, 16, 64), (0, 3, 15), (3,), 3, 2, LONG_LENGTH, 16),
     "full": Size((1, 2, 7, 16, 64), (*range(8), 15), (0, 3, 15), 2, 3, LONG_LENGTH, 16),
 }
@@ -74,7 +77,7 @@ SIZES = {
 
 def long_length(size: Size, device: str, max_context: int) -> int:
     """Return the length of the long prompt on a device, for a model of this context."""
-    longest = min(size.long, CPU_LONG_LENGTH) if device == "cpu" else size.long
+    longest = min(size.long, size.cpu_long) if device == "cpu" else size.long
     return min(longest, max_context - size.max_tokens)
 
 
