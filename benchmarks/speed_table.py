@@ -4,7 +4,8 @@
     python benchmarks/speed_table.py --measure m [--only 27b-fp8]
 
 Prints a Markdown table with a line for each model, weight format and K, and one for each kind of
-prompt. Steps are in ms at ROWS rows and context CONTEXT. --measure: folder of the folders that
+prompt: the target in ms, and the recorded figure. Steps are in ms at ROWS rows and context CONTEXT.
+--measure: folder of the folders that
 `benchmarks/models.py` writes; each cell is measured by benchmarks/step.py on this machine, next to
 the recorded figure. --only: names of folders, separated by commas. A line that fails has the last
 line of its error as its figure.
@@ -24,6 +25,21 @@ PROMPTS = (1024, 2048, 8192, 32768)
 """Tokens of a prompt; those of more than a step are computed in several ones."""
 BATCH = (8, 1024)
 """Prompts in one step, and tokens of each."""
+TARGETS = {
+    "Qwen3.6-27B bf16, K = 0": "12.9 / 13.9 / 19.3",
+    "Qwen3.6-27B bf16, K = 3": "14.1 / 15.5 / 29",
+    "Qwen3.6-27B bf16, 8,192 tokens": "620",
+    "Qwen3.6-27B int4 (AWQ), K = 0": "6.4 / 7.3 / 15",
+    "Qwen3.6-27B FP8, 128 x 128, K = 0": "7.8 / 8.9 / 16.5",
+    "Qwen3.6-27B FP8, FP8 activations, K = 3": "- / - / 24",
+    "Qwen3.6-27B FP8, FP8 activations, 8,192 tokens": "420",
+    "Qwen3.6-35B-A3B bf16, K = 0": "2.1 / 5.6 / 17.0",
+    "Qwen3.6-35B-A3B bf16, K = 3": "3.6 / 11.5 / 20.5",
+    "Qwen3.6-35B-A3B bf16, 8,192 tokens": "125",
+    "Qwen3.6-35B-A3B FP8, K = 0": "2.0 / - / -",
+    "Qwen3.6-35B-A3B int4 (GPTQ), K = 0": "1.8 / - / -",
+}
+"""Line -> ms that were asked for on one H200, at ROWS rows."""
 CELL_SECONDS = 300
 """Limit of one run of step.py."""
 
@@ -95,24 +111,33 @@ def recorded() -> dict[str, str]:
     return {c["cell"]: f"{c['figure']} {c['unit']} ({c['date']}, {c['commit']})" for c in cells}
 
 
+def print_table(models: Path | None, folders: set[str]) -> None:
+    """Print the table, each line as soon as it is known.
+
+    models: folder of the models to measure, None for the recorded figures alone. folders: of the
+    models to print, empty for all.
+    """
+    figures = recorded()
+    measures = models is not None
+    print(f"| cell | target, ms | recorded |{' this machine, ms |' * measures}")
+    print(f"|---|---|---|{'---|' * measures}")
+    for line in lines():
+        if folders and line.folder not in folders:
+            continue
+        figure = figures.get(line.recorded, "not measured")
+        cells = [line.name, TARGETS.get(line.name, ""), figure]
+        if models is not None:
+            cells.append(line.measure(models))
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
 def main() -> None:
-    """Print the table, each line as soon as it is measured."""
+    """Read the arguments and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--measure", type=Path, help="folder with a folder for each model")
     parser.add_argument("--only", default="", help="names of folders, separated by commas")
     args = parser.parse_args()
-    figures = recorded()
-    chosen = set(filter(None, args.only.split(",")))
-    measures = args.measure is not None
-    print(f"| cell | recorded |{' this machine |' * measures}")
-    print(f"|---|---|{'---|' * measures}")
-    for line in lines():
-        if chosen and line.folder not in chosen:
-            continue
-        cells = [line.name, figures.get(line.recorded, "not measured")]
-        if measures:
-            cells.append(line.measure(args.measure))
-        print(f"| {' | '.join(cells)} |", flush=True)
+    print_table(args.measure, set(filter(None, args.only.split(","))))
 
 
 if __name__ == "__main__":
