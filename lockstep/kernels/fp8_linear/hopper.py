@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """fp8_linear on Hopper, in Gluon: the bits of kernels.py.
 
 A persistent CTA is warp-specialized: a producer warp copies blocks of 128 columns, codes of both
