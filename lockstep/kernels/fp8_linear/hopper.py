@@ -14,7 +14,7 @@ them. So all scales are read from shared memory.
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -342,28 +342,37 @@ GROUP = 16
 def choose_hopper_tile(
     tokens: int, weight: Fp8Weight, split_k: int, may_split: bool, num_sms: int
 ) -> HopperTile:
-    """Return the tile of the shortest expected time. may_split: the partials may go to memory.
+    """Return the tile of the shortest expected time. may_split: the partials may go to memory."""
+    outputs = CTA_ROWS if shares_scale(weight, CTA_ROWS) else ROWS.value
+    return _fastest_tile(tokens, *weight.shape, outputs, split_k if may_split else 1, num_sms)
+
+
+@cache  # a step has a few shapes, and a choice takes 100 us
+def _fastest_tile(
+    tokens: int, n: int, k: int, max_outputs: int, max_parts: int, num_sms: int
+) -> HopperTile:
+    """Return the tile of a product of weight [n, k], whose partitions may be max_parts tiles.
 
     Up to NARROW tokens the bytes of the weight bind, so one tile has all tokens, and a partition
     is a tile. Otherwise the time is that of the waves of tiles. docs/kernels/fp8_linear.md has the
     measured times.
+
+    max_outputs: most outputs of a wide tile.
     """
-    may_split = may_split and split_k > 1
     if tokens <= NARROW:
         size = next(size for size, _ in STAGES if tokens <= size)
-        return HopperTile(size, CTA_ROWS, STAGES[size, CTA_ROWS], may_split)
-    n, k = weight.shape
+        return HopperTile(size, CTA_ROWS, STAGES[size, CTA_ROWS], splits=max_parts > 1)
 
     def expected_us(tile: HopperTile) -> float:
-        parts = split_k if tile.splits else 1
+        parts = max_parts if tile.splits else 1
         tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(n, tile.outputs) * parts
         blocks = triton.cdiv(triton.cdiv(k, WORD_COLUMNS), parts)
-        moved = 8 * tokens * n * split_k if tile.splits else 0  # fp32, written and read
+        moved = 8 * tokens * n * parts if tile.splits else 0  # fp32, written and read
         time = BLOCK_TIMES[tile.tokens, tile.outputs]
         return triton.cdiv(tiles, num_sms) * blocks * time + moved / PARTIALS_RATE
 
-    sizes = [size for size in BLOCK_TIMES if size[0] == NARROW or shares_scale(weight, size[1])]
-    splits = (True, False) if may_split else (False,)
+    sizes = [size for size in BLOCK_TIMES if size[0] == NARROW or size[1] <= max_outputs]
+    splits = (True, False) if max_parts > 1 else (False,)
     tiles = [HopperTile(*size, STAGES[size], split) for size in sizes for split in splits]
     return min(tiles, key=expected_us)
 
