@@ -11,10 +11,8 @@ from lockstep.kernels.attention.cases import paged
 from lockstep.kernels.backends import layer_traits, load_cases
 from lockstep.kernels.formats.kv import KVFormat
 from lockstep.kernels.formats.weights import QuantizedWeight
-from lockstep.kernels.fp8_linear import choose_fp8_split_k, fp8_linear
 from lockstep.kernels.gated_delta_rule.cases import gated_delta_chunk_cases, gated_delta_step_cases
 from lockstep.kernels.latent_attention.cases import latent_rope, paged_latents
-from lockstep.kernels.linear import choose_split_k
 from lockstep.kernels.mamba2.cases import mamba2_chunk_cases, mamba2_step_cases
 from lockstep.kernels.recurrent.cases import Dims
 from lockstep.kernels.registry import Op
@@ -91,20 +89,15 @@ def _wide_weight(n: int, k: int, dtype: torch.dtype) -> Tensor:
 def _linear(need: KernelNeed, dtype: torch.dtype) -> Iterator[Case]:
     n = need.traits["n"]
     k = need.traits["k"]
-    device = str(need.traits["device"])
     weight: Tensor | QuantizedWeight
     if need.layout is None:
         weight = _wide_weight(n, k, dtype)
     else:
         weight = need.layout.empty(n, k, "cpu")
         weight.fill_dummy(torch.Generator().manual_seed(2))
-    if need.op == fp8_linear.name:
-        split_k = choose_fp8_split_k(n, k, device)
-    else:
-        split_k = choose_split_k(n, k, device, need.layout is not None, dtype)
     x = _normal(TOKENS, k, dtype=dtype)
-    arguments = dict(x=x, weight=weight, split_k=split_k)
-    name = f"{TOKENS}x{n}x{k}/{split_k}" + f" {need.layout}" * (need.layout is not None)
+    arguments = dict(x=x, weight=weight, split_k=need.split_k)
+    name = f"{TOKENS}x{n}x{k}/{need.split_k}" + f" {need.layout}" * (need.layout is not None)
     if n <= COMPARED_COLUMNS:
         yield Case(name, arguments)
         return

@@ -84,7 +84,7 @@ def distinct(needs: Iterable[KernelNeed]) -> list[KernelNeed]:
     for need in needs:
         if need.op not in MULTI_RANK_OPS:
             traits = sorted((name, _trait_text(value)) for name, value in need.traits.items())
-            by_key.setdefault(f"{need.op} {traits} {need.layout}", need)
+            by_key.setdefault(f"{need.op} {traits} {need.layout} {need.split_k}", need)
     return list(by_key.values())
 
 

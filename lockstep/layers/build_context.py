@@ -58,12 +58,14 @@ class BackendChoice:
 class KernelNeed:
     """Kernel that a layer needs: an op and the traits by which its backend is chosen.
 
-    layout: storage of a quantized weight, None for a plain one.
+    layout: storage of a quantized weight, None for a plain one. split_k: split-K partitions of a
+    linear layer's weight.
     """
 
     op: str
     traits: dict[str, Any]
     layout: Layout | None = None
+    split_k: int = 1
 
 
 @dataclass

@@ -211,8 +211,9 @@ class Gemm(Weight):
         elif prepacks:
             self.prepack = partial(prepack, choice.backend)
         choice.storage_format = _describe(row_groups, dequantized=not quantized)
-        if quantized:
-            build.needs[-1] = replace(build.needs[-1], layout=row_groups[0][0])
+        if build.exact or quantized:  # other weights of drafters need no exact kernel
+            layout = row_groups[0][0] if quantized else None
+            build.needs[-1] = replace(build.needs[-1], layout=layout, split_k=self.split_k)
 
     def finish(self) -> None:
         """Finish the weight and prepack it on a CPU.

@@ -295,7 +295,7 @@ class MoE(nn.Module):
         fused_width = sum(count_columns(columns, build.rank) for columns in fused.values())
         self.widths = (fused_width, self.experts, len(routed) - 1)
         self.bias = build.empty(self.experts, dtype=torch.float32) if routing.bias else None
-        self.choice = dict(
+        self.routing_arguments = dict(
             scoring=routing.scoring, renormalize=routing.renormalize, scale=routing.scale,
             groups=routing.groups, top_groups=routing.top_groups, dtype=router.dtype,
             act=self.act, shared_dtype=build.dtype,
@@ -338,7 +338,7 @@ class MoE(nn.Module):
             bias=self.bias,
             shared=None if self.shared_down is None else shared_inner,
             shared_gate=gate if gate.shape[-1] else None,
-            **self.choice,
+            **self.routing_arguments,
         )
         shared = None if self.shared_down is None else self.shared_down(activated, ctx)
         return DispatchResult(ids, weights, shared, shared_gate)

@@ -268,8 +268,8 @@ def test_every_tile_gives_the_same_bits(split_k: int, block_k: int, block_n: int
         return
     # With 3 CTAs each computes many tiles, and its barriers go through many phases between them.
     targets = (target, replace(target, num_sms=3))
-    for (tokens, stages), splits, gpu in product(STAGES.items(), (True, False), targets):
-        hopper_tile = HopperTile(tokens, stages, splits)
+    for tokens, splits, gpu in product(STAGES, (True, False), targets):
+        hopper_tile = HopperTile(tokens, splits)
         parts = (split_k,) if splits and split_k > 1 else ()
         y = torch.empty(*parts, 300, 520, dtype=torch.float32 if parts else x.dtype, device="cuda")
         launch_hopper(x, weight, split_k, hopper_tile, gpu, y)

@@ -36,12 +36,14 @@ FAULTS = (
         "...\n"
         "if $flags & FILTERS:\n"
         "    $min_p = float($state.min_p[$row])\n"
+        "    ...\n"
         "    $x = $filtered",
         "if $flags & BIAS and not $flags & FILTERS:\n"
         "    $x = $x + $bias\n"
         "...\n"
         "if $flags & FILTERS:\n"
         "    $min_p = float($state.min_p[$row])\n"
+        "    ...\n"
         "    $x = $filtered\n"
         "    $x = $x + $bias if $flags & BIAS else $x",
         "tests/kernels/test_sampling.py::test_mask_equals_infinite_bias",

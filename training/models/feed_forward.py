@@ -245,7 +245,7 @@ class SigmoidMixture(nn.Module):
         h = c["hidden_size"]
         count = c["n_routed_experts"]
         names = ("num_experts_per_tok", "n_group", "topk_group", "routed_scaling_factor")
-        self.choice = tuple(c[name] for name in names)
+        self.routing_arguments = tuple(c[name] for name in names)
         self.gate = Router(h, count)
         self.experts = SeparateExperts(h, c["moe_intermediate_size"], count, gated)
         self.shared_experts = MLP(h, shared_inner) if gated else ReluMLP(h, shared_inner)
@@ -260,7 +260,7 @@ class SigmoidMixture(nn.Module):
             experts.up_proj,
             experts.down_proj,
             *self.shared_experts.tensors(),
-            self.choice,
+            self.routing_arguments,
         ]
 
 

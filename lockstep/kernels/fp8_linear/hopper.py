@@ -275,20 +275,26 @@ def fp8_gemm_hopper_kernel(
     )  # fmt: skip
 
 
+STAGES = {16: 11, 32: 10, 64: 8, WIDE.value: 6}
+"""Pipeline stages by tokens of a tile: the most that fit next to the buffer of the epilogue."""
+
+
 @dataclass(frozen=True)
 class HopperTile:
-    """Tile of CTA_ROWS outputs and `tokens` tokens. Its size changes no bit.
+    """Tile of CTA_ROWS outputs and `tokens` tokens, a key of STAGES. Its size changes no bit.
 
     splits: split-K partitions are separate tiles, and a second pass adds them.
     """
 
     tokens: int
-    stages: int
     splits: bool
 
+    @property
+    def stages(self) -> int:
+        """Return the pipeline stages."""
+        return STAGES[self.tokens]
 
-STAGES = {16: 11, 32: 10, 64: 8, WIDE.value: 6}
-"""Pipeline stages by tokens of a tile: the most that fit next to the buffer of the epilogue."""
+
 NARROW = 64
 """Maximum tokens of a narrow tile."""
 MAX_NARROW = 512
@@ -304,7 +310,7 @@ def choose_hopper_tile(tokens: int, may_split: bool) -> HopperTile:
     """
     is_narrow = tokens <= MAX_NARROW
     size = next(s for s in STAGES if min(tokens, NARROW) <= s) if is_narrow else WIDE.value
-    return HopperTile(size, STAGES[size], may_split and is_narrow)
+    return HopperTile(size, may_split and is_narrow)
 
 
 def fits(weight: Fp8Weight, split_k: int) -> bool:
