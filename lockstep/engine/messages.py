@@ -111,11 +111,11 @@ Command = Submit | Abort | ResetPrefixCache | StopAudits | Stop
 
 @dataclass(frozen=True)
 class Progress:
-    """Report of startup progress: `done` of `of` in `what`."""
+    """Report of startup progress: `done` of `total` in the work `what`."""
 
     what: str
     done: int
-    of: int
+    total: int
 
 
 @dataclass(frozen=True)

@@ -127,8 +127,8 @@ class Scheduler:
         if cache.state and max_num_batched_tokens < grid:
             raise ConfigError(
                 f"max_num_batched_tokens={max_num_batched_tokens} is not allowed; allowed: {grid} "
-                "or more with recurrent layers, since their prompt chunks end on pages of so many "
-                "tokens. Raise it."
+                "or more with recurrent layers, since their prompt chunks end on whole pages. "
+                "Raise it."
             )
         self.cache = cache
         self.max_num_seqs = max_num_seqs

@@ -478,9 +478,7 @@ def startup_message(
 
     has_template: the model has a chat template. has_keys: the user must replace KEY.
     """
-    question = (
-        "List the first 12 primes."  # the bundled model can do this, and knows little of the world
-    )
+    question = "List the first 12 primes."  # a task that the small bundled model can do
     body: dict[str, Any] = {"model": model_name, "temperature": 0}
     if has_template:
         address = f"{url}/v1/chat/completions"

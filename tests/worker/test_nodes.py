@@ -382,7 +382,7 @@ GARBAGE = [
 
 
 @pytest.mark.parametrize("sent", GARBAGE)
-def test_head_ignores_what_is_no_node(sent: bytes) -> None:
+def test_head_ignores_connections_that_are_no_nodes(sent: bytes) -> None:
     with listening() as listener:
         address = ("127.0.0.1", listener.config.master_port)
         with socket.create_connection(address) as stranger:

@@ -224,7 +224,7 @@ def test_cached_pages_must_match_prompt_and_salt() -> None:
             invariants.check(replace(schedule, admissions=[wrong]))
 
 
-def test_a_snapshot_lies_within_its_chunk() -> None:
+def test_a_snapshot_is_within_its_chunk() -> None:
     invariants, schedule = first_schedule(list(range(100)))
     (chunk,) = schedule.prompt
     with pytest.raises(InvariantError, match="a chunk from 64 to 104 writes a snapshot at 64"):
