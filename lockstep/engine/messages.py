@@ -15,7 +15,11 @@ from lockstep.scheduling.request import Request
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """Request as plain data. grammar: the recipe of its grammar, None without one."""
+    """Request as plain data, with the fields of Request.
+
+    seed, cache_salt, adapter, speculate, num_resumed, failures: see Request. grammar: the recipe of
+    its grammar, None without one.
+    """
 
     id: str
     prompt_token_ids: list[int]

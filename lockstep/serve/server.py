@@ -136,6 +136,9 @@ def _remove_if_dead(path: str) -> None:
 class Options:
     """Options of the server.
 
+    rules: access rules. limits: limits of requests. docs, playground: whether these pages exist.
+    tokenizer_info, cache_reset: whether these endpoints exist.
+    log_level: of uvicorn.
     drain_seconds: time that running requests have to end after SIGTERM.
     keep_alive_seconds: time for which an idle connection is kept.
     max_connections: limit of open connections; file descriptors limit it, too.
