@@ -1271,7 +1271,7 @@ FAULTS = (
         "$entry.in_flight -= 0",
     ),
     Fault(
-        "no pages for a forced window", "scheduler", SCHEDULER, "Entry.need",
+        "no pages for a forced window", "scheduler", SCHEDULER, "ScheduledRequest.need",
         "$reach += self.num_forced",
         "$reach += 0",
     ),

@@ -33,7 +33,7 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.grammar import FillMasks
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import PageGrant, PromptChunk, Results, RowResult, Schedule
-from lockstep.scheduling.scheduler import Entry, Scheduler
+from lockstep.scheduling.scheduler import ScheduledRequest, Scheduler
 from lockstep.worker import executor
 from lockstep.worker.row_table import RowTable
 from lockstep.worker.worker import Worker
@@ -69,7 +69,7 @@ def test_pages_of_a_preempted_row_do_not_go_to_another(
     play(preemption_scenario(5))
     preempt = Scheduler._preempt
 
-    def keeping(self: Scheduler, plan: Schedule, entry: Entry) -> None:
+    def keeping(self: Scheduler, plan: Schedule, entry: ScheduledRequest) -> None:
         grants = plan.grants
         preempt(self, plan, entry)
         plan.grants = grants
