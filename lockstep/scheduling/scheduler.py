@@ -151,9 +151,8 @@ class Scheduler:
         self.entries: dict[str, ScheduledRequest] = {}
         self.running: list[ScheduledRequest] = []
         self.queue: WaitingQueue[ScheduledRequest] = WaitingQueue()
-        self.preempted: dict[
-            str, ScheduledRequest
-        ] = {}  # those of the queue whose state is in host memory
+        # Requests of the queue whose state is in host memory.
+        self.preempted: dict[str, ScheduledRequest] = {}
         self.preempt_next: set[str] = set()
         self.suspects: list[ScheduledRequest] = []  # the first one runs alone
         self.launched: dict[int, dict[int, ScheduledRequest]] = {}
