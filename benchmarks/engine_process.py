@@ -114,11 +114,17 @@ async def load(path: str, streams: int, tokens: int) -> Figures:
     )
 
 
-def measure(place: str, args: argparse.Namespace) -> Figures:
-    """Start a server, load it, and stop it. place: a key of ENGINE_OPTIONS."""
+def measure(engine_place: str, args: argparse.Namespace) -> Figures:
+    """Start a server, load it, and stop it. engine_place: a key of ENGINE_OPTIONS."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "socket")
-        options = ["--uds", path, *ENGINE_OPTIONS[place], "--max-num-seqs", str(args.streams)]
+        options = [
+            "--uds",
+            path,
+            *ENGINE_OPTIONS[engine_place],
+            "--max-num-seqs",
+            str(args.streams),
+        ]
         server = start_server([*options, *args.options])
         try:
             return asyncio.run(load(path, args.streams, args.tokens))
@@ -128,25 +134,25 @@ def measure(place: str, args: argparse.Namespace) -> Figures:
 
 
 def main() -> None:
-    """Print the medians over the rounds, a line for each place of the engine."""
+    """Print the medians over the rounds, a line for each engine_place of the engine."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("options", nargs="*", help="options of lockstep serve, after --")
     args = parser.parse_args()
-    figures: dict[str, list[Figures]] = {place: [] for place in ENGINE_OPTIONS}
+    figures: dict[str, list[Figures]] = {engine_place: [] for engine_place in ENGINE_OPTIONS}
     for _ in range(args.rounds):
-        for place in ENGINE_OPTIONS:
-            figures[place].append(measure(place, args))
-    for place, rounds in figures.items():
+        for engine_place in ENGINE_OPTIONS:
+            figures[engine_place].append(measure(engine_place, args))
+    for engine_place, rounds in figures.items():
         medians = {
             name: round(
                 statistics.median(getattr(round_figures, name) for round_figures in rounds), 1
             )
             for name in vars(rounds[0])
         }
-        print_json({"engine": place, **medians})
+        print_json({"engine": engine_place, **medians})
 
 
 if __name__ == "__main__":
