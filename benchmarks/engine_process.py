@@ -134,7 +134,7 @@ def measure(engine_place: str, args: argparse.Namespace) -> Figures:
 
 
 def main() -> None:
-    """Print the medians over the rounds, a line for each engine_place of the engine."""
+    """Print the medians over the rounds, a line for each place of the engine."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=100)
