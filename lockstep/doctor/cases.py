@@ -50,10 +50,10 @@ class Case:
 
 def cases_of(op: Op, need: KernelNeed, dtype: torch.dtype) -> Iterator[Case]:
     """Yield the shared cases that need the same kind of kernel, then those at the layer's sizes."""
-    wanted = kinds_of(need)
+    kinds = kinds_of(need)
     for name, arguments in load_cases(op)(dtype):
         traits = layer_traits(op, arguments)
-        if all(category(traits.get(key)) == value for key, value in wanted.items()):
+        if all(category(traits.get(key)) == value for key, value in kinds.items()):
             yield Case(name, arguments)
     sized = SIZED.get(op.name)
     if sized is not None:
