@@ -35,12 +35,12 @@ class FirstTokenWatch:
 
     def __init__(self) -> None:
         self.watch = Stopwatch()
-        self.first: tuple[float, float] | None = None
+        self.first_token: tuple[float, float] | None = None
 
     def on_update(self, request: Request) -> None:
         """Take the time when the first token arrives."""
-        if self.first is None and request.output_token_ids:
-            self.first = (self.watch.wall, self.watch.cpu)
+        if self.first_token is None and request.output_token_ids:
+            self.first_token = (self.watch.wall, self.watch.cpu)
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ def main() -> None:
     args = parser.parse_args()
     longest = args.first + args.more * args.turns + args.output_len
     pages = -(-args.device_tokens // PAGE_SIZE) + 1
-    everything = args.talks * (-(-longest // PAGE_SIZE) + 1) + 1
+    all_pages = args.talks * (-(-longest // PAGE_SIZE) + 1) + 1
     snapshots = args.talks * args.turns * (longest // PAGE_SIZE)
     answers = []
     for size in args.sizes.split(","):
@@ -71,7 +71,7 @@ def main() -> None:
             skip_tokenizer_init=True,
             max_model_len=longest,
             max_num_seqs=2,
-            num_gpu_blocks=everything if unlimited else pages,
+            num_gpu_blocks=all_pages if unlimited else pages,
             num_snapshots=min(snapshots, 256) if unlimited else args.num_snapshots,
             kv_offloading_size=0.0 if unlimited else float(size),
             kv_cache_dtype=args.kv_cache_dtype,
@@ -100,15 +100,15 @@ def run_conversations(llm: LLM, args: argparse.Namespace) -> tuple[list[list[int
             watch = FirstTokenWatch()
             llm.engine.run([request], watch.on_update)
             answers.append(request.output_token_ids)
-            if turn and watch.first:
-                later.append(watch.first)
+            if turn and watch.first_token:
+                later.append(watch.first_token)
     stats = llm.engine.refresh_stats()
-    clock, spent = (statistics.median(values) for values in zip(*later, strict=True))
+    wall, cpu = (statistics.median(values) for values in zip(*later, strict=True))
     line = {
         "hit_rate": round(stats.prefix_hits_total / stats.prefix_queries_total, 3),
         "found_in_host": round(stats.host_hits_total / stats.prefix_queries_total, 3),
-        "ttft_ms": round(1000 * clock, 2),
-        "ttft_cpu_ms": round(1000 * spent, 2),
+        "ttft_ms": round(1000 * wall, 2),
+        "ttft_cpu_ms": round(1000 * cpu, 2),
         "out_gib": round(stats.offloaded_bytes_total / 2**30, 4),
         "back_gib": round(stats.fetched_bytes_total / 2**30, 4),
         "host_pages_used": stats.host_pages_used,

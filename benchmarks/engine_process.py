@@ -20,11 +20,11 @@ import httpx
 
 from lockstep.bench.measurement import percentile, print_json, start_server
 
-PATIENCE = 300.0
+TIMEOUT_SECONDS = 300.0
 """Timeout of a request, in seconds."""
 HEALTH_SECONDS = 0.02
 """Seconds between two requests for /health."""
-WAYS = {"thread": ["--disable-frontend-multiprocessing"], "process": []}
+ENGINE_OPTIONS = {"thread": ["--disable-frontend-multiprocessing"], "process": []}
 """Place of the engine -> options of serve."""
 
 
@@ -33,14 +33,14 @@ class Figures:
     """Figures of one round; latencies in ms.
 
     tokens_per_s: generated tokens of all streams. health_p50, health_p99: latency of /health.
-    piece_p99: time between two events of a stream. first_p99: time to the first event.
+    gap_p99: time between two events of a stream. first_event_p99: time to the first event.
     """
 
     tokens_per_s: float
     health_p50: float
     health_p99: float
-    piece_p99: float
-    first_p99: float
+    gap_p99: float
+    first_event_p99: float
 
 
 def percentile_ms(seconds: list[float], share: float) -> float:
@@ -96,7 +96,7 @@ async def load(path: str, streams: int, tokens: int) -> Figures:
     gaps: list[float] = []
     health: list[float] = []
     async with httpx.AsyncClient(
-        transport=transport, base_url="http://localhost", timeout=PATIENCE
+        transport=transport, base_url="http://localhost", timeout=TIMEOUT_SECONDS
     ) as client:
         await stream(client, 0, tokens, [], [])
         asking = asyncio.create_task(ask_health(client, health))
@@ -114,11 +114,17 @@ async def load(path: str, streams: int, tokens: int) -> Figures:
     )
 
 
-def measure(way: str, args: argparse.Namespace) -> Figures:
-    """Start a server, load it, and stop it. way: a key of WAYS."""
+def measure(engine_place: str, args: argparse.Namespace) -> Figures:
+    """Start a server, load it, and stop it. engine_place: a key of ENGINE_OPTIONS."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "socket")
-        options = ["--uds", path, *WAYS[way], "--max-num-seqs", str(args.streams)]
+        options = [
+            "--uds",
+            path,
+            *ENGINE_OPTIONS[engine_place],
+            "--max-num-seqs",
+            str(args.streams),
+        ]
         server = start_server([*options, *args.options])
         try:
             return asyncio.run(load(path, args.streams, args.tokens))
@@ -135,18 +141,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("options", nargs="*", help="options of lockstep serve, after --")
     args = parser.parse_args()
-    figures: dict[str, list[Figures]] = {way: [] for way in WAYS}
+    figures: dict[str, list[Figures]] = {engine_place: [] for engine_place in ENGINE_OPTIONS}
     for _ in range(args.rounds):
-        for way in WAYS:
-            figures[way].append(measure(way, args))
-    for way, rounds in figures.items():
+        for engine_place in ENGINE_OPTIONS:
+            figures[engine_place].append(measure(engine_place, args))
+    for engine_place, rounds in figures.items():
         medians = {
             name: round(
                 statistics.median(getattr(round_figures, name) for round_figures in rounds), 1
             )
             for name in vars(rounds[0])
         }
-        print_json({"engine": way, **medians})
+        print_json({"engine": engine_place, **medians})
 
 
 if __name__ == "__main__":

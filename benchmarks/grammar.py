@@ -32,7 +32,7 @@ from lockstep.check.oracle_drafter import OracleDrafter
 from lockstep.config import EngineConfig
 from lockstep.engine.engine import Engine
 from lockstep.engine_builder import build_engine
-from lockstep.scheduling.grammar import Wanted
+from lockstep.scheduling.grammar import GrammarMasks
 from lockstep.scheduling.request import Request
 from lockstep.spec import mtp
 from lockstep.spec.drafter import DraftContext
@@ -304,8 +304,10 @@ def masks(args: argparse.Namespace) -> None:
                 for position in range(max(1, len(tokens) - k)):
                     drafts = tokens[position : position + k]
                     watch = Stopwatch()
-                    mask_requests = [Wanted(row, drafts, i * (1 + k)) for i, row in enumerate(rows)]
-                    compiler.fill(mask_requests, memory)
+                    requested = [
+                        GrammarMasks(row, drafts, i * (1 + k)) for i, row in enumerate(rows)
+                    ]
+                    compiler.fill(requested, memory)
                     cpu_ms.append(1000 * watch.cpu)
                     wall_ms.append(1000 * watch.wall)
                     for row in rows:

@@ -838,9 +838,9 @@ def main() -> None:
     parser.add_argument("options", nargs="*", help="options of lockstep serve, after --")
     args = parser.parse_args()
 
-    def show(what: str, done: int, of: int) -> None:
+    def show(what: str, done: int, total: int) -> None:
         if done % 100 == 0:
-            print(f"{what}: {done} of {of}", file=sys.stderr)
+            print(f"{what}: {done} of {total}", file=sys.stderr)
 
     # So that the server ends with this script.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))

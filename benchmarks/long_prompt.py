@@ -18,7 +18,7 @@ from lockstep.bench.measurement import Stopwatch, greedy_params, model_settings,
 from lockstep.config import EngineConfig
 from lockstep.kernels.architecture import sm_number
 from lockstep.outputs import RequestOutput
-from lockstep.worker.explain import explain_absent
+from lockstep.worker.explain import explain_architecture
 
 GIB = 1 << 30
 
@@ -85,7 +85,7 @@ def main() -> None:
 def _estimated(config: EngineConfig) -> int:
     """Return the sum of the bytes that explain estimates for this GPU, part by part."""
     total = torch.cuda.get_device_properties(0).total_memory
-    plan = explain_absent(config, f"sm_{sm_number('cuda')}", total)["plan"]
+    plan = explain_architecture(config, f"sm_{sm_number('cuda')}", total)["plan"]
     parts = ("weights", "overhead", "table", "step", "graphs", "pages", "state")
     return sum(plan.get(f"{part}_bytes", 0) for part in parts)
 

@@ -17,7 +17,7 @@ if __name__ == "__main__":  # so that it runs from any folder
 
 from benchmarks.models import folders
 from lockstep.config import EngineConfig
-from lockstep.worker.explain import explain_absent
+from lockstep.worker.explain import explain_architecture
 
 GB = 1e9
 
@@ -104,7 +104,7 @@ def line_of(report: Report, folder: Path) -> str:
     """Return the table row of a report."""
     settings = {"tensor_parallel_size": report.cards, **report.settings}
     config = EngineConfig.read(model=str(folder), load_format="dummy", **settings)
-    plan = explain_absent(config, report.arch, int(report.memory))["plan"]
+    plan = explain_architecture(config, report.arch, int(report.memory))["plan"]
     card = report.card if report.cards == 1 else f"{report.cards} x {report.card}"
     sizes = (f"{plan[name] / GB:.1f}" for name in ("weights_bytes", "needed_bytes"))
     return f"| {' | '.join((report.title, card, *sizes, summary_of(report, plan)))} |"

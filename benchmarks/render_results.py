@@ -20,8 +20,8 @@ Latest figure of every measured quantity. `python benchmarks/render_results.py` 
 from `benchmarks/results/`. [log/](log/2026-11.md) has all earlier measurements with their notes and
 limits.
 
-Steps have dummy weights of the real dimensions, greedy sampling, one token and K drafts per row,
-and context 2,048 (DeepSeek-V3: 4,096). They exclude host time. `lockstep bench MODEL --floor`
+Steps have dummy weights of the real dimensions and greedy sampling. A row has one token, K drafts
+and context 2,048 (DeepSeek-V3: 4,096). Host time is excluded. `lockstep bench MODEL --floor`
 computes the roofline of a step. "Not recorded": the log names no commit for this figure.
 """
 

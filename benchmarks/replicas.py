@@ -20,8 +20,8 @@ from pathlib import Path
 
 from lockstep.step import PAGE_SIZE
 
-PROMPT_TOKENS_PER_SECOND = 8192 / 0.793
-"""benchmarks/log/2026-11.md: 8,192 tokens of Qwen3.6-27B bf16 took 793 ms (751 ms since)."""
+PROMPT_TOKENS_PER_SECOND = 8192 / 0.705
+"""benchmarks/results/prompts.json: seconds of a prompt of 8,192 tokens, bf16."""
 STEP_SECONDS = ((1, 0.01370), (8, 0.01477), (64, 0.02065))
 """benchmarks/results/steps.json: (rows, seconds) of a step without drafts, bf16."""
 FORCED_SECONDS = 0.000310

@@ -1,4 +1,4 @@
-"""Counts on the pages, generated from benchmarks/log/2026-11.md and from the code.
+"""Write the counts on the pages from benchmarks/log/2026-11.md and from the code.
 
 python docs/counts.py         # writes them into the pages; tests/test_docs.py finds stale ones
 """
@@ -14,10 +14,10 @@ RESULTS = ROOT / "benchmarks" / "log" / "2026-11.md"
 
 
 def answers(cell: str, machine: str) -> Callable[[], str]:
-    """Return a function that reads how many answers the log has of a check's latest run.
+    """Return a function that reads the number of answers of a check's latest run from the log.
 
-    cell: the first cell of its row, in the table that has the latest run first; machine: the
-    beginning of a later one.
+    cell: first cell of the row; the table has the latest run first. machine: the beginning of a
+    later cell of the row.
     """
 
     def read() -> str:
@@ -39,7 +39,7 @@ def faults() -> str:
 
 @dataclass(frozen=True)
 class Count:
-    """A number within a page. before, after: regular expressions of the text around it."""
+    """Number within a page. before, after: regular expressions of the text around it."""
 
     page: str
     before: str
@@ -48,7 +48,7 @@ class Count:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """Pattern of the number, with the text around it."""
+        """Return the pattern of the number, with the text around it."""
         return re.compile(rf"({self.before})([\d,]+)({self.after})")
 
 

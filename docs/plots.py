@@ -1,4 +1,4 @@
-"""The plots of the documentation, from the tables of benchmarks/log/2026-11.md alone.
+"""Draw the plots of the documentation from the tables of benchmarks/log/2026-11.md alone.
 
     python docs/plots.py          # writes docs/images/vllm.svg; needs matplotlib (extra `bench`)
 
@@ -21,14 +21,14 @@ COLORS = {"Lockstep": "#3b6ea5", "vLLM 0.20.2": "#b9bec5"}
 
 @dataclass(frozen=True)
 class Speed:
-    """tokens/s of one way to run; `low` and `high` differ where the log gives a range."""
+    """Speed in tokens/s of one engine; `low` and `high` differ where the log gives a range."""
 
     low: float
     high: float
 
     @property
     def label(self) -> str:
-        """The figure, or the range, in whole tokens/s."""
+        """Return the figure, or the range, in whole tokens/s."""
         ends = [f"{self.low:,.0f}", f"{self.high:,.0f}"]
         return ends[0] if ends[0] == ends[1] else " to ".join(ends)
 
@@ -58,7 +58,7 @@ def speed(rows: int, ms: str) -> Speed:
 
 
 def drafted(text: str) -> dict[int, tuple[Speed, Speed]]:
-    """Rows -> (Lockstep, vLLM) of Qwen3.6-27B with 3 drafts, from the line that gives tokens/s."""
+    """Return rows -> (Lockstep, vLLM) of Qwen3.6-27B with 3 drafts, from the line of tokens/s."""
     line = re.search(r"Tokens/s of the engine.*?, ([\d/ ]+) rows: (.*?); vLLM ([\d,/ ]+\d)", text)
     assert line is not None, "the log has no line of tokens/s"
     rows, ours, theirs = (
@@ -68,7 +68,7 @@ def drafted(text: str) -> dict[int, tuple[Speed, Speed]]:
 
 
 def pairs(results: str) -> list[Pair]:
-    """Every pair for which the log has both engines, in the order of its table."""
+    """Return every pair for which the log has both engines, in the order of its table."""
     text = section(results)
     known = drafted(text)
     pairs_by_rows = []
@@ -88,7 +88,7 @@ def pairs(results: str) -> list[Pair]:
 
 
 def name(pair: Pair) -> str:
-    """The label under its bars."""
+    """Return the label under the bars of a pair."""
     drafts = f"MTP, K={pair.drafts}" if pair.drafts else "no drafts"
     return f"{pair.model}, {drafts}\ncontext {pair.context}"
 

@@ -23,7 +23,7 @@ SIZE = {"width": 1280, "height": 640}
 
 @contextmanager
 def served() -> Iterator[str]:
-    """The URL of a server with the bundled model."""
+    """Yield the URL of a server with the bundled model."""
     command = [sys.executable, "-m", "lockstep", "serve", "--port", "0"]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

@@ -19,19 +19,19 @@ UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
 
 
 def origin(src_uri: str) -> str:
-    """The file in the repository that a page of the site shows."""
+    """Return the file of the repository that a page of the site shows."""
     shown = src_uri.removeprefix("source/")
     return f"docs/{src_uri}" if shown == src_uri else shown
 
 
 def linked(src_uri: str, target: str) -> str | None:
-    """The repository's path of a link's target, where that is a file outside of docs/."""
+    """Return the path of a link's target if it is a file of the repository outside of docs/."""
     path = normpath(join(dirname(origin(src_uri)), target))
     outside = not path.startswith(("docs/", "..")) and (ROOT / path).is_file()
     return path if outside else None
 
 
-def place(path: str) -> str:
+def site_path(path: str) -> str:
     """Return the path of a file of the repository in the site."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
@@ -39,7 +39,7 @@ def place(path: str) -> str:
 
 
 def content(path: str) -> str:
-    """The Markdown of a file's page."""
+    """Return the Markdown of a file's page."""
     text = (ROOT / path).read_text()
     if path.endswith(".md"):
         return text
@@ -48,7 +48,7 @@ def content(path: str) -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds a page for every file that a page links to, and for those that these link to."""
+    """Add a page for every file that a page links to, and for those that these link to."""
     waiting = [(page.src_uri, page.content_string) for page in files.documentation_pages()]
     done = set()
     while waiting:
@@ -60,13 +60,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             if path is None or path in done:
                 continue
             done.add(path)
-            files.append(File.generated(config, place(path), content=content(path)))
-            waiting.append((place(path), content(path)))
+            files.append(File.generated(config, site_path(path), content=content(path)))
+            waiting.append((site_path(path), content(path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Points the page's links at these pages."""
+    """Point the page's links at these pages."""
     here = page.file.src_uri
 
     def moved(match: re.Match[str]) -> str:
@@ -74,6 +74,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         outside = linked(here, match[2]) is not None
         if not outside and origin(here).startswith("docs/"):
             return match[0]
-        return match[1] + relpath(place(path), dirname(here) or ".")
+        return match[1] + relpath(site_path(path), dirname(here) or ".")
 
     return markdown if here.endswith(".py.md") else LINK.sub(moved, markdown)

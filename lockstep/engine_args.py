@@ -87,7 +87,7 @@ def keyword_values(keywords: Mapping[str, Any]) -> dict[str, Any]:
             continue
         elif WITHOUT_SERVER.get(name) is value:
             continue
-        elif flag is not None and (_applies(flag, known) or flag.same):
+        elif flag is not None and (_applies(flag, known) or flag.no_op):
             applied = flag if _applies(flag, known) else only_of_server(flag)
             _apply(setter, applied, name, value)
         elif name in known:

@@ -9,6 +9,7 @@ LockstepError
 +-- CaptureError      compilation, allocation or synchronization inside of a captured step
 +-- KernelError       failure of a kernel, found by waiting for every op (sync_kernels)
 +-- ComputeError      repeated failure of the engine while it ran one request, which ended
++-- RankError         end of a tensor-parallel rank
 +-- NumericsError     no replica has the numerics with which an answer began
 +-- EngineDeadError   the engine loop ended with an error; no request can be served
 """

@@ -34,6 +34,9 @@ class Logprob:
 class RequestMetrics:
     """Metrics of one request. Times are seconds of time.monotonic().
 
+    num_cached_tokens: prompt tokens that the prefix cache had. num_draft_tokens,
+    num_accepted_tokens: drafts that were verified, and those that were accepted. num_steps: decode
+    steps of the request. num_preemptions: times that its row moved to host memory.
     scheduled_time: when it first got a row. forced_mismatch: the first forced token that the model
     would not have chosen.
     """
@@ -103,7 +106,10 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """Answer of a request so far."""
+    """Answer of a request so far.
+
+    outputs: one completion per `n`. prompt_logprobs: by prompt token, None without them.
+    """
 
     request_id: str
     prompt: str | None

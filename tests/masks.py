@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
-from lockstep.scheduling.grammar import Wanted
+from lockstep.scheduling.grammar import GrammarMasks
 from lockstep.text.grammars.compiler import Compiler
 
 
@@ -29,11 +29,11 @@ def together(grammars: Sequence[Any], drafts: Sequence[Sequence[int]]) -> list[l
     width = 1 + max(len(line) for line in drafts)
     memory = bytearray(b"\xaa" * (len(grammars) * width * size))
     pairs = list(zip(grammars, drafts, strict=True))
-    wanted_value = [Wanted(grammar, line, i * width) for i, (grammar, line) in enumerate(pairs)]
+    requested = [GrammarMasks(grammar, line, i * width) for i, (grammar, line) in enumerate(pairs)]
     indices = len(memory) // size
-    grammars[0].fill(wanted_value, memoryview(memory).cast("B", shape=[indices, size]))
+    grammars[0].fill(requested, memoryview(memory).cast("B", shape=[indices, size]))
     result = []
-    for one in wanted_value:
+    for one in requested:
         expected = range(one.first, one.first + 1 + len(one.drafts))
         masks = [bytes(memory[index * size : (index + 1) * size]) for index in expected]
         legal = takewhile(lambda pair: allows(*pair), zip(masks, one.drafts, strict=False))

@@ -15,6 +15,8 @@ SOURCE = ROOT / "lockstep"
 FILES = sorted(SOURCE.rglob("*.py"))
 SOURCE_FILES = set(FILES)
 TESTS = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "training").rglob("*.py")])
+UNTYPED = "# mypy: ignore-errors"
+"""First line of a file of kernels alone: their types are those of Triton or Numba."""
 MAX_FUNCTION_LINES = 60
 """Lines of a function."""
 FORBIDDEN = re.compile(
@@ -65,10 +67,12 @@ def rules_broken(path: Path, text: str, tree: ast.Module) -> Iterator[str]:
         yield f"{relative(path)}:{line}: {result[0]}"
     if text.strip() and not ast.get_docstring(tree):
         yield f"{relative(path)}: no module docstring"
+    if text.startswith(UNTYPED) and ".backend(" in text:
+        yield f"{relative(path)}: mypy ignores the launcher of a backend"
 
 
 def long_functions(path: Path, tree: ast.Module) -> Iterator[str]:
-    """Yield functions of more than SCREEN lines after their docstring. Arguments do not count."""
+    """Yield functions of over MAX_FUNCTION_LINES lines. Docstring and arguments do not count."""
     statements: list[ast.AST] = [tree]
     while statements:
         result = statements.pop()

@@ -227,7 +227,7 @@ def test_last_line_of_explain_for_an_absent_gpu(model: str) -> None:
 def test_explain_shows_the_ranks_of_an_absent_host(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    explain_anew = explain.explain_absent
+    explain_anew = explain.explain_architecture
     explanations: dict[str, Any] = {}
 
     def explain_once(config: EngineConfig, *gpu: Any) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def test_explain_shows_the_ranks_of_an_absent_host(
         explanations[key] = explanations.get(key) or explain_anew(config, *gpu)
         return explanations[key]
 
-    monkeypatch.setattr(explain, "explain_absent", explain_once)
+    monkeypatch.setattr(explain, "explain_architecture", explain_once)
     request = ("explain", "--arch", "sm_90", "--model", model, *STEP_SIZE, "-tp", "2")
     result = json.loads(run(*request, "--json").stdout)["ranks"]
     assert len(result["bytes"]) == 2

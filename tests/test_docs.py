@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import tomllib
@@ -24,6 +23,7 @@ from lockstep import LLM, SamplingParams, spec
 from lockstep.cli import app
 from lockstep.errors import ConfigError
 from lockstep.example_prompts import short_prompts
+from tests.ports import free_port
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -78,13 +78,6 @@ COMMANDS = [
 def code_with(page: Path, word: str) -> str:
     """Return the first shell block with a word."""
     return next(block for block in code_blocks(page, "sh") if word in block)
-
-
-def free_port() -> int:
-    """Return a free port."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def silence(command: Any) -> Any:

@@ -32,7 +32,7 @@ NO_DRAFTS = "none"
 class CountedDraftLength(FixedDraftLength):
     """Draft length policy with K drafts per step.
 
-    reached[i]: number of rows that accepted at least i.
+    reached[i]: number of rows that accepted at least i drafts.
     """
 
     reached: list[int] = field(default_factory=list)

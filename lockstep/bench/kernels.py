@@ -19,7 +19,8 @@ from lockstep.kernels.formats.kv import KVFormat
 from lockstep.kernels.timing import REPEATS, seconds_per_call
 from lockstep.worker.roofline import Part
 
-FEWEST_CALLS = {"cuda": 20, "cpu": 2}
+MIN_CALLS = {"cuda": 20, "cpu": 2}
+"""Minimum calls of a timed chain, by device."""
 OTHER_ROWS = (1, 2, 3, 7, 8, 33)
 """Row counts at which an op's bits are compared, in addition to those that are timed."""
 
@@ -149,7 +150,7 @@ def _chain(benchmark: OpBenchmark, rows: int, env: BenchEnv) -> list[Callable[[]
     num_groups = max(benchmark.rows // rows, 1)
     num_needed = -(-env.chain_bytes // benchmark.cost(rows).bytes)
     max_distinct = min(max(num_groups, benchmark.variants), MAX_CALLS[env.device])
-    num_calls = max(min(num_needed, max_distinct), FEWEST_CALLS[env.device])
+    num_calls = max(min(num_needed, max_distinct), MIN_CALLS[env.device])
     starts = [variant % num_groups * rows for variant in range(num_calls)]
     return [benchmark.call(start, start + rows, variant) for variant, start in enumerate(starts)]
 

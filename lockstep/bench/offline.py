@@ -23,6 +23,10 @@ RUNS = 5
 class Figures:
     """Figures of runs over the same prompts. Speeds in tokens/s are means over the runs.
 
+    requests, prompt_tokens, tokens: of one run. wall_deviation, decode_deviation: standard
+    deviation of these speeds over the runs; wall_cv, decode_cv: the same divided by the mean.
+    ttft_ms: mean time to the first token. acceptance_length, acceptance_rate: tokens emitted per
+    row and step, and accepted drafts per draft.
     decode_tokens_per_s: tokens after each request's first, over the time from the first token to
     the last. wall_tokens_per_s: all tokens over the whole run. ms_per_step: decode time over the
     steps of the longest request. rank_step_ms: mean time of a decode step on each tensor-parallel

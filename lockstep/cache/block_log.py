@@ -156,7 +156,7 @@ class BlockLog:
 
     def _described_block(self) -> _Block:
         """Return the block of the page that describe() named, cached nowhere yet."""
-        assert self._page is not None, "a page was cached that nobody described"
+        assert self._page is not None, "a page was cached without a description"
         seq, page = self._page
         begin = page * self._page_size
         end = begin + self._page_size

@@ -73,4 +73,4 @@ class RandomAdapters:
 def _modules(model: nn.Module) -> Iterator[CheckpointLinear]:
     for layer in model.modules():
         if isinstance(layer, Linear):
-            yield from layer.reads
+            yield from layer.sources

@@ -55,11 +55,11 @@ def _show_planned(settings: dict[str, Any], arch: str, total: int | None, json: 
     from lockstep.config import EngineConfig
     from lockstep.engine_args import resolve_auto_drafter
     from lockstep.kernels.architecture import architecture_by_name
-    from lockstep.worker.explain import explain_absent
+    from lockstep.worker.explain import explain_architecture
 
     architecture_by_name(arch)  # an unknown name is an error before anything is downloaded
     config = EngineConfig.read(**resolve_auto_drafter(settings, weights=False))
-    explanation = explain_absent(config, arch, total)
+    explanation = explain_architecture(config, arch, total)
     if json:
         print_json(explanation)
         return

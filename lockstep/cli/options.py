@@ -27,7 +27,7 @@ SAMPLING_HELP = {
     "min_p": "drop tokens below this share of the likeliest",
     "repetition_penalty": "above 1 makes tokens seen before less likely",
     "presence_penalty": "subtracted from the logits of tokens already in the output",
-    "frequency_penalty": "subtracted from them once per occurrence in the output",
+    "frequency_penalty": "subtracted from the logits of tokens once per occurrence in the output",
     "max_tokens": "maximum tokens to generate",
     "seed": "the same seed gives the same output; random by default",
 }

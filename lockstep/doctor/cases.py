@@ -50,10 +50,10 @@ class Case:
 
 def cases_of(op: Op, need: KernelNeed, dtype: torch.dtype) -> Iterator[Case]:
     """Yield the shared cases that need the same kind of kernel, then those at the layer's sizes."""
-    wanted = kinds_of(need)
+    kinds = kinds_of(need)
     for name, arguments in load_cases(op)(dtype):
         traits = layer_traits(op, arguments)
-        if all(category(traits.get(key)) == value for key, value in wanted.items()):
+        if all(category(traits.get(key)) == value for key, value in kinds.items()):
             yield Case(name, arguments)
     sized = SIZED.get(op.name)
     if sized is not None:
@@ -89,7 +89,6 @@ def _wide_weight(n: int, k: int, dtype: torch.dtype) -> Tensor:
 def _linear(need: KernelNeed, dtype: torch.dtype) -> Iterator[Case]:
     n = need.traits["n"]
     k = need.traits["k"]
-    split_k = need.split_k
     weight: Tensor | QuantizedWeight
     if need.layout is None:
         weight = _wide_weight(n, k, dtype)
@@ -97,8 +96,8 @@ def _linear(need: KernelNeed, dtype: torch.dtype) -> Iterator[Case]:
         weight = need.layout.empty(n, k, "cpu")
         weight.fill_dummy(torch.Generator().manual_seed(2))
     x = _normal(TOKENS, k, dtype=dtype)
-    arguments = dict(x=x, weight=weight, split_k=split_k)
-    name = f"{TOKENS}x{n}x{k}/{split_k}" + f" {need.layout}" * (need.layout is not None)
+    arguments = dict(x=x, weight=weight, split_k=need.split_k)
+    name = f"{TOKENS}x{n}x{k}/{need.split_k}" + f" {need.layout}" * (need.layout is not None)
     if n <= COMPARED_COLUMNS:
         yield Case(name, arguments)
         return

@@ -226,36 +226,37 @@ class Examiner:
         self._begin("reference", case)
         arguments = fresh(case.reference or case.arguments, "cpu")
         expected = outputs(self.op, self.op.reference(**arguments), arguments)
-        for name, want in expected.items():
-            have = first[name].cpu()
+        for name, reference in expected.items():
+            actual = first[name].cpu()
             if case.compared is not None and name.startswith("result"):
-                have = have.index_select(-1, case.compared)
-            wrong = self._difference(name, have, want, tolerance_of(case, dtype))
+                actual = actual.index_select(-1, case.compared)
+            wrong = self._difference(name, actual, reference, tolerance_of(case, dtype))
             if wrong:
                 self._fault("wrong numbers", f"{name}: {wrong}")
                 return
 
-    def _difference(self, name: str, have: Tensor, want: Tensor, tolerance: float) -> str:
+    def _difference(self, name: str, actual: Tensor, reference: Tensor, tolerance: float) -> str:
         """Return how an output differs from the reference's, "" if it agrees."""
-        if have.shape != want.shape or have.dtype != want.dtype:
-            return f"{list(have.shape)} {have.dtype}, not {list(want.shape)} {want.dtype}"
+        if actual.shape != reference.shape or actual.dtype != reference.dtype:
+            expected = f"{list(reference.shape)} {reference.dtype}"
+            return f"{list(actual.shape)} {actual.dtype}, not {expected}"
         exact = not self.on_gpu and self.job.backend != NUMBA
-        if exact or not want.numel():
-            return "" if same_bits(have, want) else _count_other(have, want)
-        if not want.is_floating_point():
-            quantized = want.dtype in (torch.uint8, torch.int8)
-            share = float((have != want).float().mean())
+        if exact or not reference.numel():
+            return "" if same_bits(actual, reference) else _count_other(actual, reference)
+        if not reference.is_floating_point():
+            quantized = reference.dtype in (torch.uint8, torch.int8)
+            share = float((actual != reference).float().mean())
             allowed = MAX_OTHER_IDS if self.op.name in CHOSEN_IDS else 0.0
             # Where k is one ulp away a quantized cache may have another code.
-            return "" if quantized or share <= allowed else _count_other(have, want)
-        if want.element_size() == 1:
+            return "" if quantized or share <= allowed else _count_other(actual, reference)
+        if reference.element_size() == 1:
             return ""
-        tolerance = max(tolerance, TOLERANCE.get(want.dtype, 0.0))
-        scale = _magnitude(want)
-        a, b = have.double(), want.double()
+        tolerance = max(tolerance, TOLERANCE.get(reference.dtype, 0.0))
+        scale = _magnitude(reference)
+        a, b = actual.double(), reference.double()
         close = (a - b).abs() <= tolerance * scale + tolerance * b.abs()
         close |= (a == b) | (a.isnan() & b.isnan())
-        return "" if bool(close.all()) else _count_other(have, want)
+        return "" if bool(close.all()) else _count_other(actual, reference)
 
     def _check_repeats(self, case: Case, first: dict[str, Tensor]) -> None:
         """Compare the bits of calls in a row, launched without a wait between them."""
@@ -304,11 +305,11 @@ class Examiner:
                 continue
             result = self._run(fresh(part, self.job.device, self.op.writes))
             self._wait()
-            for name, have in result.items():
+            for name, actual in result.items():
                 if not name.startswith("result"):
                     continue
-                want = first[name].cpu().index_select(0, lines)
-                if not same_bits(have, want):
+                reference = first[name].cpu().index_select(0, lines)
+                if not same_bits(actual, reference):
                     self._fault(
                         "rows",
                         f"{name} of rows {_brief(chosen)} in a batch of {len(chosen)} has other "
@@ -421,21 +422,22 @@ def _guarded(value: Any, canaries: Canaries) -> Any:
 
 def _other_bits(expected: dict[str, Tensor], result: dict[str, Tensor]) -> str:
     """Return the first output with other bits and how many of them differ; "" if there is none."""
-    for name, want in expected.items():
-        if not same_bits(result[name], want):
-            return f"{name} ({_count_other(result[name].cpu(), want.cpu())})"
+    for name, reference in expected.items():
+        if not same_bits(result[name], reference):
+            return f"{name} ({_count_other(result[name].cpu(), reference.cpu())})"
     return ""
 
 
-def _count_other(have: Tensor, want: Tensor) -> str:
+def _count_other(actual: Tensor, reference: Tensor) -> str:
     """Return how many elements differ, and the first of them."""
-    if have.shape != want.shape:
-        return f"{list(have.shape)}, not {list(want.shape)}"
-    other = (have != want) & ~((have != have) & (want != want))
+    if actual.shape != reference.shape:
+        return f"{list(actual.shape)}, not {list(reference.shape)}"
+    other = (actual != reference) & ~((actual != actual) & (reference != reference))
     index = other.flatten().nonzero()[0].item()
-    at = [int(i) for i in torch.unravel_index(torch.tensor(index), have.shape)]
-    values = f"{have.flatten()[int(index)].item():.9g}, not {want.flatten()[int(index)].item():.9g}"
-    return f"{int(other.sum())} of {have.numel()} elements, first at {at}: {values}"
+    at = [int(i) for i in torch.unravel_index(torch.tensor(index), actual.shape)]
+    value, expected = (x.flatten()[int(index)].item() for x in (actual, reference))
+    values = f"{value:.9g}, not {expected:.9g}"
+    return f"{int(other.sum())} of {actual.numel()} elements, first at {at}: {values}"
 
 
 def _magnitude(x: Tensor) -> float:

@@ -418,14 +418,14 @@ class AsyncEngine:
         _put_updates(ended)
         return Loss(num_begun - len(ended), len(ended), len(rest))
 
-    def _close(self, why: str, by_itself: bool) -> None:
+    def _close(self, why: str, is_unexpected: bool) -> None:
         """End every request, including those that the engine has not received."""
         with self._lock:
             self._ended = why
             unfinished = list(self._open.values())
             self._open.clear()
         _put_updates([(opened, self._dead()) for opened in unfinished])
-        if by_itself and self.on_end is not None:
+        if is_unexpected and self.on_end is not None:
             self.on_end(why)
 
 

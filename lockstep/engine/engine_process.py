@@ -106,8 +106,8 @@ class _Host:
         with self._sending, contextlib.suppress(OSError):
             self._connection.send(message)
 
-    def _report_progress(self, what: str, done: int, of: int) -> None:
-        self._report(Progress(what, done, of))
+    def _report_progress(self, what: str, done: int, total: int) -> None:
+        self._report(Progress(what, done, total))
 
     def _report_begun(self, ids: Sequence[str]) -> None:
         self._report(Began(ids))

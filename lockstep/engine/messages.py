@@ -15,7 +15,11 @@ from lockstep.scheduling.request import Request
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """Request as plain data. grammar: the recipe of its grammar, None without one."""
+    """Request as plain data, with the fields of Request.
+
+    seed, cache_salt, adapter, speculate, num_resumed, failures: see Request. grammar: the recipe of
+    its grammar, None without one.
+    """
 
     id: str
     prompt_token_ids: list[int]
@@ -111,11 +115,11 @@ Command = Submit | Abort | ResetPrefixCache | StopAudits | Stop
 
 @dataclass(frozen=True)
 class Progress:
-    """Report of startup progress: `done` of `of` in `what`."""
+    """Report of startup progress: `done` of `total` in the work `what`."""
 
     what: str
     done: int
-    of: int
+    total: int
 
 
 @dataclass(frozen=True)

@@ -253,7 +253,7 @@ class ProcessTransport:
         """
         for report in self._child.reports(None):
             if isinstance(report, Progress):
-                show(report.what, report.done, report.of)
+                show(report.what, report.done, report.total)
             elif isinstance(report, Failed):
                 raise report.error
             elif isinstance(report, Ready):

@@ -22,6 +22,12 @@ class DecodeStep(NamedTuple):
 class Stats:
     """Totals since the start, current gauges, and histogram lists that readers drain.
 
+    num_running, num_waiting, num_swapped: requests with a row, without one, and preempted to host
+    memory. pages, pages_used: of the cache on the device. prefix_queries_total,
+    prefix_hits_total: prompt tokens that were looked up in the prefix cache, and found there.
+    host_queries_total: those of them that no page on the device had. requests_success_total:
+    ended requests by finish reason. ttft, itl, e2e: time to the first token, between tokens, and of
+    a whole request.
     drafts_total: rows of steps with drafts (vLLM's name); draft_tokens_total: their drafts.
     accepted_at: accepted drafts by their index in a row. restarts_total: engines that were lost and
     restarted. resumed_total: requests that went on after the engine failed while it ran them.

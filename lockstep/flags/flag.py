@@ -44,23 +44,23 @@ class Flag:
 
     name: str
     kind: Kind
-    says: str
+    explanation: str
     form: Form = Form.TEXT
     short: tuple[str, ...] = ()
     setting: str = ""
-    means: Mapping[Any, Any] = field(default_factory=dict)
-    same: tuple[Any, ...] = ()
+    mapping: Mapping[Any, Any] = field(default_factory=dict)
+    no_op: tuple[Any, ...] = ()
     allowed: tuple[str, ...] = ()
     keys: tuple["Flag", ...] = ()
 
     @property
     def values(self) -> list[str]:
         """Return the values that the table knows, as written."""
-        known = [*self.same, *self.means, *self.allowed]
+        known = [*self.no_op, *self.mapping, *self.allowed]
         return list(dict.fromkeys(spelled(value) for value in known))
 
     def takes(self, value: Any) -> bool:
-        """Return whether a value outside of `same` has an effect or is harmless."""
+        """Return whether a value outside of `no_op` has an effect or is harmless."""
         if self.kind is Kind.REFUSED:
             return False
         if self.allowed or (self.kind is Kind.ACTS and not self.setting and not self.keys):
@@ -68,25 +68,25 @@ class Flag:
         return True
 
 
-def acts(name: str, says: str, form: Form = Form.TEXT, **more: Any) -> Flag:
+def acts(name: str, explanation: str, form: Form = Form.TEXT, **more: Any) -> Flag:
     """Create a flag that sets a setting, by default the setting of the same name."""
-    return Flag(name, Kind.ACTS, says, form, **{"setting": name.replace("-", "_"), **more})
+    return Flag(name, Kind.ACTS, explanation, form, **{"setting": name.replace("-", "_"), **more})
 
 
-def noted(name: str, says: str, form: Form = Form.TEXT, **more: Any) -> Flag:
+def noted(name: str, explanation: str, form: Form = Form.TEXT, **more: Any) -> Flag:
     """Create a flag that tunes another engine: it is accepted with a note."""
-    return Flag(name, Kind.NOTED, says, form, **more)
+    return Flag(name, Kind.NOTED, explanation, form, **more)
 
 
-def refused(name: str, says: str, form: Form = Form.TEXT, **more: Any) -> Flag:
+def refused(name: str, explanation: str, form: Form = Form.TEXT, **more: Any) -> Flag:
     """Create a flag that is refused: it would change outputs, or is not supported."""
-    return Flag(name, Kind.REFUSED, says, form, **more)
+    return Flag(name, Kind.REFUSED, explanation, form, **more)
 
 
 def only_of_server(flag: Flag) -> Flag:
-    """Return a flag for a command without its setting: only the values in `same` are allowed."""
-    says = "only `lockstep serve` has it; leave it out."
-    return replace(flag, kind=Kind.REFUSED, setting="", says=says)
+    """Return a flag for a command without its setting: only the values in `no_op` are allowed."""
+    remedy = "only `lockstep serve` has it; leave it out."
+    return replace(flag, kind=Kind.REFUSED, setting="", explanation=remedy)
 
 
 def spelled(value: Any) -> str:
@@ -108,7 +108,7 @@ def read_value(flag: Flag, shown: str, written: list[str]) -> Any:
         return _switch(shown, text) if written else True
     if flag.form is Form.MANY:
         return _many(written)
-    if text in flag.means:
+    if text in flag.mapping:
         return text
     if flag.form is Form.SIZE:
         return read_size(shown, text)

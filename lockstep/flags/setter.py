@@ -34,13 +34,13 @@ class FlagSetter:
         shown: the flag as the user wrote it, for errors. Raises ConfigError.
         """
         value = _table_spelling(flag, value)
-        if any(_is_equal(value, known) for known in flag.same):
+        if any(_is_equal(value, known) for known in flag.no_op):
             self._undo(flag)
             return
         if not flag.takes(value):
             raise _refusal(flag, shown, value)
         if flag.kind is Kind.NOTED:
-            self._note(f"{shown} has no effect: {flag.says}.")
+            self._note(f"{shown} has no effect: {flag.explanation}.")
         elif flag.form is Form.JSON and flag.keys:
             self._apply_object(flag, shown, value)
         elif flag.setting:
@@ -96,7 +96,7 @@ class FlagSetter:
 
     def _undo(self, flag: Flag) -> None:
         """Remove a value that the flag itself has set before, such as in a file."""
-        if flag.setting in self.values and self.values[flag.setting] in flag.means.values():
+        if flag.setting in self.values and self.values[flag.setting] in flag.mapping.values():
             del self.values[flag.setting]
 
 
@@ -114,7 +114,7 @@ def _table_spelling(flag: Flag, value: Any) -> Any:
     """Return a text in the table's spelling if it differs from that only in upper case."""
     if not isinstance(value, str):
         return value
-    names = [n for n in (*flag.means, *flag.allowed, *flag.same) if isinstance(n, str)]
+    names = [n for n in (*flag.mapping, *flag.allowed, *flag.no_op) if isinstance(n, str)]
     if value in names:
         return value
     return next((name for name in names if name.lower() == value.lower()), value)
@@ -122,8 +122,8 @@ def _table_spelling(flag: Flag, value: Any) -> Any:
 
 def _setting_value(flag: Flag, value: Any) -> Any:
     """Return the value of the setting for a value of the flag."""
-    known = isinstance(value, (str, int)) and value in flag.means
-    return flag.means[value] if known else value
+    known = isinstance(value, (str, int)) and value in flag.mapping
+    return flag.mapping[value] if known else value
 
 
 def _refusal(flag: Flag, shown: str, value: Any) -> Exception:
@@ -132,11 +132,11 @@ def _refusal(flag: Flag, shown: str, value: Any) -> Exception:
         written = shown if value else shown.replace("--", "--no-", 1)
         if not shown.startswith("--"):
             written = f"{shown}={value}"
-        return ConfigError(f"{written} is not supported: {flag.says.removesuffix('.')}.")
+        return ConfigError(f"{written} is not supported: {flag.explanation.removesuffix('.')}.")
     allowed = ", ".join(name or '""' for name in flag.values) or "none, it is not supported"
     remedy = "Choose one of them."
     if flag.kind is Kind.REFUSED:
-        remedy = flag.says[0].upper() + flag.says[1:]
+        remedy = flag.explanation[0].upper() + flag.explanation[1:]
     return choice_error(ConfigError, shown, value, allowed, remedy)
 
 

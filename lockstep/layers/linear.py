@@ -218,7 +218,7 @@ class Gemm(Weight):
     def finish(self) -> None:
         """Finish the weight and prepack it on a CPU.
 
-        The plain copy is dropped unless another module reads it.
+        The plain copy is dropped unless another module sources it.
         """
         super().finish()
         if self.quantized is not None and self.shared:
@@ -325,9 +325,9 @@ def cut_weight(
         quantized[0] = weight.quantized
     for first, part in quantized.items():
         end = first + part.shape[0]
-        reads = [m for begin, m in zip(begins, modules, strict=False) if first <= begin < end]
-        ((layout, _),) = row_groups_of(build, [module.whole for module in reads])
-        build.cut_quantized(part, layout, *joined_ranges(reads))
+        sources = [m for begin, m in zip(begins, modules, strict=False) if first <= begin < end]
+        ((layout, _),) = row_groups_of(build, [module.whole for module in sources])
+        build.cut_quantized(part, layout, *joined_ranges(sources))
 
 
 def weight_sinks(
@@ -348,7 +348,7 @@ def weight_sinks(
 
 
 class Linear(nn.Module):
-    """x [T, K] -> [T, N]; N may be the sum of several checkpoint weights' columns.
+    """Linear layer x [T, K] -> [T, N]; N may be the sum of several checkpoint weights' columns.
 
     With several ranks, N counts the columns of this rank. The adapter of a token is added last
     (lockstep.kernels.lora).
@@ -360,8 +360,11 @@ class Linear(nn.Module):
         inputs: K; Columns if each rank has its columns of x, which are gathered first.
         outputs: name of each weight in the checkpoint, within the module -> its output columns.
             A plain number is whole on every rank, Columns are cut across ranks.
-        orders: name -> returns, for each row of the layer, the row of the checkpoint's weight that
-            it is; called once.
+        orders: name -> function that returns the row of the checkpoint's weight for each row of the
+            layer; called once.
+
+    Attributes:
+        sources: the linear layers of the checkpoint whose weights are fused.
     """
 
     allow_partials = False
@@ -391,13 +394,13 @@ class Linear(nn.Module):
         if self.gathers and cut:
             (columns,) = cut
             self.gather_outputs = build.exchange(columns)
-        self.reads = [build.module(name, n, inputs) for name, n in outputs.items()]
-        self.outputs = tuple(module.outputs for module in self.reads)
-        row_groups = group_into_gemms(build, self.reads, inputs)
+        self.sources = [build.module(name, n, inputs) for name, n in outputs.items()]
+        self.outputs = tuple(module.outputs for module in self.sources)
+        row_groups = group_into_gemms(build, self.sources, inputs)
         # Split-K partitions follow from the whole weight, so that every number of ranks has them.
-        total = sum(module.whole_outputs for module in self.reads)
-        # What gets an adapter is rounded first. An exchange adds partials itself.
-        adapted = any(build.adapters.changes_module(module.names) for module in self.reads)
+        total = sum(module.whole_outputs for module in self.sources)
+        # An output that gets an adapter is rounded first. An exchange adds partials itself.
+        adapted = any(build.adapters.changes_module(module.names) for module in self.sources)
         consumer_adds = self.allow_partials or (self.gathers and build.rank.size > 1)
         allow_partials = consumer_adds and not (bias or adapted) and len(row_groups) == 1
         gemms = [
@@ -408,16 +411,16 @@ class Linear(nn.Module):
         self.orders = {name: order() for name, order in (orders or {}).items()}
         self.gemm_begins = tuple(accumulate((gemm.shape[0] for gemm in gemms), initial=0))
         self.bias = build.empty(sum(self.outputs)) if bias else None
-        build.cut(self.bias, *joined_ranges(self.reads), order=self._joined_order(self.names))
+        build.cut(self.bias, *joined_ranges(self.sources), order=self._joined_order(self.names))
         self.add_adapters: AddAdapters = no_adapters
         if adapted:
             reordered = {self.names.index(name): order for name, order in self.orders.items()}
-            self.add_adapters = LoRA(build, self.reads, inputs, reordered)
+            self.add_adapters = LoRA(build, self.sources, inputs, reordered)
         for gemm, (first, last) in zip(gemms, pairwise(self.gemm_begins), strict=True):
             begins = accumulate(self.outputs, initial=0)
             inside = [i for i, begin in enumerate(begins) if first <= begin < last]
             order = self._joined_order([self.names[i] for i in inside])
-            cut_weight(build, gemm, [self.reads[i] for i in inside], order)
+            cut_weight(build, gemm, [self.sources[i] for i in inside], order)
 
     @property
     def takes_codes(self) -> bool:
@@ -488,7 +491,7 @@ class Linear(nn.Module):
         table: dict[str, Target] = {}
         for index, name in enumerate(self.names):
             part = self.part(index)
-            module = self.reads[index]
+            module = self.sources[index]
             order = self.orders.get(name)
             table |= weight_sinks(name, part, self.weight_format, module)
             if isinstance(part, Tensor):
@@ -512,7 +515,7 @@ class Linear(nn.Module):
                 part.reorder(order)
             except ValueError as error:
                 raise CheckpointError(
-                    f"{self.reads[index].path}: {error}, which no scale can follow. "
+                    f"{self.sources[index].path}: {error}, which no scale can follow. "
                     "Use a checkpoint with whole blocks, or one that does not quantize this module."
                 ) from None
 
@@ -545,7 +548,7 @@ def joined_ranges(modules: Sequence[CheckpointLinear]) -> tuple[Ranges, int]:
 
 
 class PartialLinear(Linear):
-    """x [T, K] -> [T, N], or split-K partials [P, T, N] fp32 that the consumer adds.
+    """Linear layer x [T, K] -> [T, N] or split-K partials [P, T, N] fp32 that the consumer adds.
 
     With a bias, adapters or several GEMMs, the output is never partials: the sum must be rounded
     first.
@@ -555,7 +558,7 @@ class PartialLinear(Linear):
 
 
 class GatheredLinear(Linear):
-    """x [T, K] -> [T, N], whole on every rank."""
+    """Linear layer x [T, K] -> [T, N] whose output is whole on every rank."""
 
     gathers = True
 
@@ -591,7 +594,7 @@ class VocabularyShard:
 
 
 class Embedding(nn.Module):
-    """ids [T] -> [T, H]. Draft ids of -1 are clamped by the row table, so every id is in range.
+    """Embedding: ids [T] -> [T, H]. The row table clamps draft ids of -1, so all ids are in range.
 
     A rank stores a range of the vocabulary; the rows of other ranks come by the exchange. name: of
     the module in the checkpoint.

@@ -22,7 +22,7 @@ class LoRA(nn.Module):
     A is whole on every rank, since x is. B has the columns of this rank, like the weight.
 
     Args:
-        reads: the layer's fused modules.
+        sources: the layer's fused modules.
         orders: order of a module's rows in the layer, where it differs from the checkpoint's.
 
     Attributes:
@@ -38,21 +38,21 @@ class LoRA(nn.Module):
     def __init__(
         self,
         build: BuildContext,
-        reads: Sequence[CheckpointLinear],
+        sources: Sequence[CheckpointLinear],
         inputs: int,
         orders: Mapping[int, Tensor],
     ) -> None:
         super().__init__()
         self.table = build.adapters
-        self.reads = tuple(reads)
+        self.sources = tuple(sources)
         self.orders = orders
         self.rank = padded_rank(build.adapters.rank, build.device)
         count = len(build.adapters.modules) + 1
-        widths = [module.outputs for module in reads]
+        widths = [module.outputs for module in sources]
         self.begins = tuple(accumulate(widths, initial=0))
-        self.register_buffer("a", build.empty(count, len(reads) * self.rank, inputs).data.zero_())
+        self.register_buffer("a", build.empty(count, len(sources) * self.rank, inputs).data.zero_())
         self.register_buffer("b", build.empty(count, self.rank, self.begins[-1]).data.zero_())
-        scales = build.empty(count, len(reads), dtype=torch.float32)
+        scales = build.empty(count, len(sources), dtype=torch.float32)
         self.register_buffer("scales", scales.data.zero_())
         parts = [part for part, width in enumerate(widths) for _ in range(width)]
         self.register_buffer("parts", torch.tensor(parts, dtype=torch.int32, device=build.device))
@@ -68,7 +68,7 @@ class LoRA(nn.Module):
     def changes(self, adapter: int) -> dict[int, str]:
         """Map the parts that an adapter changes to the names of their modules in the adapter."""
         names = (
-            (part, self.table.module_name(adapter, m.names)) for part, m in enumerate(self.reads)
+            (part, self.table.module_name(adapter, m.names)) for part, m in enumerate(self.sources)
         )
         return {part: name for part, name in names if name is not None}
 
@@ -78,7 +78,7 @@ class LoRA(nn.Module):
         columns = slice(self.begins[part], self.begins[part + 1])
         b = self.b[adapter, :rank, columns].t()
         order = self.orders.get(part)
-        return self.a[adapter, first : first + rank], column_sink(b, self.reads[part], order)
+        return self.a[adapter, first : first + rank], column_sink(b, self.sources[part], order)
 
 
 def no_adapters(y: Tensor, x: Tensor, ctx: StepContext | None) -> Tensor:

@@ -105,13 +105,13 @@ class ExpertWeight(Weight):
         self.rows = count_columns(columns, build.rank)
         self.names = [f"experts.{e}.{name}" for e in range(experts) for name in outputs]
         modules = zip(self.names, [*outputs.values()] * experts, strict=True)
-        self.reads = [_describe_expert(build, name, n, inputs, info) for name, n in modules]
-        layout = _common_layout(build, self.reads)
+        self.sources = [_describe_expert(build, name, n, inputs, info) for name, n in modules]
+        layout = _common_layout(build, self.sources)
         super().__init__(build, inputs, [(layout, experts * self.rows)])
         build.cut(self.weight, self.ranges, self.whole_rows, axis=1)
         for part in self.quantized_parts:
-            layout = build.layout(self.reads[0].whole)
-            build.cut_quantized(part, layout, *joined_ranges(self.reads))
+            layout = build.layout(self.sources[0].whole)
+            build.cut_quantized(part, layout, *joined_ranges(self.sources))
 
     def _allocate(self, build: BuildContext) -> nn.Parameter:
         return build.matrices(self.experts, self.rows, self.shape[1])
@@ -133,7 +133,7 @@ class ExpertWeight(Weight):
             return {self.fused: self._fused_sink(self.stored.data.copy_)}
         table: dict[str, Target] = {}
         begin = 0
-        for name, module in zip(self.names, self.reads, strict=True):
+        for name, module in zip(self.names, self.sources, strict=True):
             rows = self.stored_rows(begin, begin + module.outputs)
             table |= weight_sinks(name, rows, self.weight_format, module)
             begin += module.outputs
@@ -150,9 +150,9 @@ class ExpertWeight(Weight):
         Does nothing if a word or a block of scales could reach from one expert into the next.
         """
         assert self.weight_format is not None, "only a weight format quantizes"
-        if any(module.outputs % MAX_BLOCK for module in self.reads):
+        if any(module.outputs % MAX_BLOCK for module in self.sources):
             return
-        first = self.reads[0]
+        first = self.sources[0]
         rows = weight.shape[0]
         fused_sinks = self.weight_format.sinks(
             replace(first, outputs=rows, whole_outputs=rows), weight
@@ -176,7 +176,7 @@ class ExpertWeight(Weight):
 
         It quantizes a plain fused tensor while it is loaded.
         """
-        sizes = [module.outputs for module in self.reads]
+        sizes = [module.outputs for module in self.sources]
 
         def fill(tensor: Tensor) -> None:
             for part, rows in zip(parts, tensor.flatten(0, 1).split(sizes), strict=True):
@@ -295,7 +295,7 @@ class MoE(nn.Module):
         fused_width = sum(count_columns(columns, build.rank) for columns in fused.values())
         self.widths = (fused_width, self.experts, len(routed) - 1)
         self.bias = build.empty(self.experts, dtype=torch.float32) if routing.bias else None
-        self.choice = dict(
+        self.routing_arguments = dict(
             scoring=routing.scoring, renormalize=routing.renormalize, scale=routing.scale,
             groups=routing.groups, top_groups=routing.top_groups, dtype=router.dtype,
             act=self.act, shared_dtype=build.dtype,
@@ -329,7 +329,7 @@ class MoE(nn.Module):
 
     def dispatch(self, x: Tensor, ctx: StepContext) -> DispatchResult:
         """Choose the experts of each token, and run the shared expert."""
-        # Strided views of one tensor, which the op reads without copies.
+        # Strided views of one tensor, which the op sources without copies.
         fused, logits, gate = self.router(x, ctx).split(self.widths, dim=-1)
         shared_inner = fused if self.shared_up is None else self.shared_up(x, ctx)
         ids, weights, activated, shared_gate = self.route(
@@ -338,7 +338,7 @@ class MoE(nn.Module):
             bias=self.bias,
             shared=None if self.shared_down is None else shared_inner,
             shared_gate=gate if gate.shape[-1] else None,
-            **self.choice,
+            **self.routing_arguments,
         )
         shared = None if self.shared_down is None else self.shared_down(activated, ctx)
         return DispatchResult(ids, weights, shared, shared_gate)

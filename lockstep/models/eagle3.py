@@ -135,8 +135,13 @@ class HeadCheckpoint(Checkpoint):
 class Config(DecoderConfig):
     """Settings of a head.
 
-    vocab_size: the target's. aux_hidden_layers: see Decoder. latents: settings of latent
-    attention, else None. logit_scale: factor of the logits.
+    vocab_size: the target's. draft_vocab_size: tokens that the head may propose.
+    target_hidden_size: width of the target's residual. aux_hidden_layers: see Decoder. latents:
+    settings of latent attention, else None. attention_bias, mlp_bias: whether these linear layers
+    have biases. norm_before_residual: the residual is the normalized state, not the state.
+    norm_before_fc: the auxiliary hidden states are normalized together before fc. norm_aux_hidden:
+    each of them is normalized. norm_output: the head's output is normalized before the next draft
+    reads it. logit_scale: factor of the logits.
     """
 
     layers: int

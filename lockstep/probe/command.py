@@ -89,8 +89,8 @@ def probe(
         for number, (address, key, name) in enumerate(servers, 1):
             prefix = f"server {number}: " if len(servers) > 1 else ""
 
-            def progress(what: str, done: int, of: int, prefix: str = prefix) -> None:
-                show(prefix + what, done, of)
+            def progress(what: str, done: int, total: int, prefix: str = prefix) -> None:
+                show(prefix + what, done, total)
 
             reports.append(probe_server(address, key, name, limits, names, seed, progress))
             if reports[-1].interrupted:

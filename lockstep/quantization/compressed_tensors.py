@@ -41,7 +41,7 @@ from lockstep.quantization.weight_format import CheckpointLinear
 
 CLASS = "Linear"
 """Class of every linear layer in targets."""
-OF_ALL = 2
+CLASS_RANK = 2
 """Rank of a target that is a class: the least specific one."""
 PATTERN = "re:"
 """Prefix of a target that is a regular expression, matched from the name's start."""
@@ -100,7 +100,7 @@ class Targets:
         for text, pattern in self.patterns:
             if pattern.match(module):
                 return 1, text
-        return (OF_ALL, CLASS) if self.all else None
+        return (CLASS_RANK, CLASS) if self.all else None
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class CompressedTensors(StoredWeightFormat):
         ((rank, _), index) = min(ranked)
         chosen = self.groups[-index]
         setting = f"{groups}[{chosen.name!r}]"
-        return resolve_storage(module, chosen.storage, setting, covers_all=rank == OF_ALL)
+        return resolve_storage(module, chosen.storage, setting, covers_all=rank == CLASS_RANK)
 
 
 def group(name: str, settings: SettingsReader, default: str) -> Group | None:
@@ -185,12 +185,12 @@ def group(name: str, settings: SettingsReader, default: str) -> Group | None:
         return None
     kind = settings.one_of("format", *FORMATS, MIXED, default=default)
     if kind == MIXED:
-        kind = inferred(weights)
+        kind = infer_format(weights)
     weights.one_of("dynamic", False, default=False)
     return Group(name, named, FORMATS[kind](weights))
 
 
-def inferred(weights: SettingsReader) -> str:
+def infer_format(weights: SettingsReader) -> str:
     """Return the format of a group without one, in a checkpoint of several formats."""
     kind = weights.one_of("type", "int", "float", default="int")
     if kind == "int":

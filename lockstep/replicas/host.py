@@ -247,7 +247,7 @@ class ReplicaHost:
         # The clients count the requests that go on.
         return Loss(0, 0, len(calls))
 
-    def _close(self, why: str, by_itself: bool) -> None:
+    def _close(self, why: str, is_unexpected: bool) -> None:
         """End all calls, since the engine has ended for good."""
         self._fault = why
         with self._lock:

@@ -326,7 +326,7 @@ class ReplicaTransport:
             return
 
         def forget() -> None:
-            # What is known of the requests stays, for their next calls.
+            # The entries of _open stay: the requests' next calls take their numerics.
             for request_id in ids:
                 self._detach(self._open[request_id])
 

@@ -248,9 +248,9 @@ class Acceptance:
 class AdaptiveDraftLength:
     """Policy with the most expected tokens per ms, as far as the balance allows.
 
-    balance: ms gained (positive) or lost against steps without drafts, plus the trial budget. mark:
-    balance at the start of the current trial. steps_left: of the current trial. due: by rows, steps
-    until the cost without drafts is measured again; 0 or less during a measurement.
+    balance: ms gained (positive) or lost against steps without drafts, plus the trial budget.
+    trial_start: balance at the start of the current trial. steps_left: of the current trial. due:
+    by rows, steps until the cost without drafts is measured again; 0 or less during a measurement.
     """
 
     def __init__(self, draft_lengths: tuple[int, ...], costs: Costs) -> None:
@@ -258,7 +258,7 @@ class AdaptiveDraftLength:
         self.costs = costs
         self.acceptance = Acceptance(draft_lengths[-1])
         self.balance = 0.0
-        self.mark = 0.0
+        self.trial_start = 0.0
         self.num_drafts = draft_lengths[1]
         self.steps_left = TRIAL_STEPS
         self.due: dict[int, int] = {}
@@ -276,14 +276,14 @@ class AdaptiveDraftLength:
             return 0
         ms = self.costs.ms(rows)
         best = self._best(ms)
-        trial_failed = not (best or self.steps_left or self.balance > self.mark)
+        trial_failed = not (best or self.steps_left or self.balance > self.trial_start)
         if self.num_drafts and (trial_failed or self.balance < -self._loss(ms)):
             self.num_drafts = 0
             self.balance = min(self.balance, 0.0)
         elif self.num_drafts or self.balance >= self._price(ms):
             if not self.steps_left:
                 self.steps_left = TRIAL_STEPS
-                self.mark = self.balance
+                self.trial_start = self.balance
             self.num_drafts = best or self.num_drafts or self._cheapest_trial(ms)
             self.steps_left -= 1
         return self.num_drafts

@@ -8,23 +8,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-Kind = TypeVar("Kind", covariant=True)
+GrammarT = TypeVar("GrammarT", covariant=True)
 """Type of the grammars whose masks one call of `fill` writes."""
 
 
 @dataclass(frozen=True)
-class Wanted(Generic[Kind]):
-    """Mask request: one bitmask for the next token and one after each draft.
+class GrammarMasks(Generic[GrammarT]):
+    """Bitmasks of one grammar that `fill` writes: one for the next token, one after each draft.
 
     first: index of the first bitmask among the masks of a step; the others follow it.
     """
 
-    grammar: Kind
+    grammar: GrammarT
     drafts: Sequence[int]
     first: int
 
 
-Fill = Callable[[Sequence[Wanted[Any]], memoryview], None]
+Fill = Callable[[Sequence[GrammarMasks[Any]], memoryview], None]
 """Function that writes the bitmasks of many answers to memory [masks of a step, words].
 
 All grammars of one call share this `fill`. A bitmask has one bit per token of the model, lowest
@@ -92,7 +92,7 @@ def fill_masks(
     grammar_of: Callable[[str], Grammar], queries: Sequence[MaskQuery], memory: memoryview
 ) -> frozenset[str]:
     """Answer mask queries, see `FillMasks`. grammar_of: looks a grammar up by request id."""
-    wanted: dict[Fill, list[Wanted[Grammar]]] = {}
+    masks: dict[Fill, list[GrammarMasks[Grammar]]] = {}
     free = set()
     for query in queries:
         grammar = grammar_of(query.request_id)
@@ -100,8 +100,9 @@ def fill_masks(
         if grammar.is_free:
             free.add(query.request_id)
             continue
-        wanted.setdefault(grammar.fill, []).append(Wanted(grammar, query.drafts, query.first))
+        of_grammar = GrammarMasks(grammar, query.drafts, query.first)
+        masks.setdefault(grammar.fill, []).append(of_grammar)
     # One call for all grammars of a kind: the compiler fills them in parallel.
-    for fill, requests in wanted.items():
-        fill(requests, memory)
+    for fill, masks_of_kind in masks.items():
+        fill(masks_of_kind, memory)
     return frozenset(free)

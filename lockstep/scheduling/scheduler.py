@@ -38,7 +38,7 @@ from lockstep.scheduling.waiting_queue import WaitingQueue
 
 
 @dataclass(eq=False)
-class Entry:
+class ScheduledRequest:
     """Scheduling state of a request.
 
     key: (priority, arrival number), the order of service; preemption takes victims from its end.
@@ -127,8 +127,8 @@ class Scheduler:
         if cache.state and max_num_batched_tokens < grid:
             raise ConfigError(
                 f"max_num_batched_tokens={max_num_batched_tokens} is not allowed; allowed: {grid} "
-                "or more with recurrent layers, since their prompt chunks end on pages of so many "
-                "tokens. Raise it."
+                "or more with recurrent layers, since their prompt chunks end on whole pages. "
+                "Raise it."
             )
         self.cache = cache
         self.max_num_seqs = max_num_seqs
@@ -148,13 +148,14 @@ class Scheduler:
         self.min_chunk = min(grid, max_num_batched_tokens)
         self.align = grid if cache.state else 1
         self.free_rows = list(range(max_num_seqs, 0, -1))
-        self.entries: dict[str, Entry] = {}
-        self.running: list[Entry] = []
-        self.queue: WaitingQueue[Entry] = WaitingQueue()
-        self.preempted: dict[str, Entry] = {}  # those of the queue whose state is in host memory
+        self.entries: dict[str, ScheduledRequest] = {}
+        self.running: list[ScheduledRequest] = []
+        self.queue: WaitingQueue[ScheduledRequest] = WaitingQueue()
+        # Requests of the queue whose state is in host memory.
+        self.preempted: dict[str, ScheduledRequest] = {}
         self.preempt_next: set[str] = set()
-        self.suspects: list[Entry] = []  # the first one runs alone
-        self.launched: dict[int, dict[int, Entry]] = {}
+        self.suspects: list[ScheduledRequest] = []  # the first one runs alone
+        self.launched: dict[int, dict[int, ScheduledRequest]] = {}
         self.drafts_ready = 0
         self.dropped: list[str] = []
         self.answers: list[list[int]] = []
@@ -230,9 +231,9 @@ class Scheduler:
         self.arrivals += 1
         rank = request.priority if self.policy == "priority" else 0
         seq = self._cache_seq(request)
-        self._enqueue(Entry(request, seq, (rank, self.arrivals)))
+        self._enqueue(ScheduledRequest(request, seq, (rank, self.arrivals)))
 
-    def _enqueue(self, entry: Entry) -> None:
+    def _enqueue(self, entry: ScheduledRequest) -> None:
         """Queue a request that has no row and nothing in host memory."""
         self.queue.push(entry)
         self.entries[entry.request.id] = entry
@@ -248,7 +249,7 @@ class Scheduler:
         entry = self.entries[request_id]
         self._finish(entry)
         entry.request.restart()
-        self._enqueue(Entry(entry.request, self._cache_seq(entry.request), entry.key))
+        self._enqueue(ScheduledRequest(entry.request, self._cache_seq(entry.request), entry.key))
 
     def _cache_seq(self, request: Request) -> CacheSeq:
         """Return a new cache record of a request."""
@@ -300,7 +301,7 @@ class Scheduler:
         schedule = Schedule(self.ticks, self.dropped, self.answers)
         self.dropped = []
         self.answers = []
-        rows: dict[int, Entry] = {}
+        rows: dict[int, ScheduledRequest] = {}
         self._isolate_suspect()
         self._preempt_for_tests(schedule)
         self._reserve(schedule)
@@ -379,7 +380,7 @@ class Scheduler:
         """Drop the launched schedules whose results will not be read."""
         self.launched.clear()
 
-    def _append_tokens(self, entry: Entry, result: RowResult) -> Request:
+    def _append_tokens(self, entry: ScheduledRequest, result: RowResult) -> Request:
         """Append the tokens of a row to its request, which may end by them."""
         request = entry.request
         entry.in_flight -= 1
@@ -418,13 +419,13 @@ class Scheduler:
         schedule.drafts_ready = min(schedule.num_drafts, self.drafts_ready)
         self.drafts_ready = schedule.num_drafts
 
-    def _leave_row(self, entry: Entry) -> None:
+    def _leave_row(self, entry: ScheduledRequest) -> None:
         self.cache.release(entry.seq)
         self.running.remove(entry)
         self.free_rows.append(entry.row)
         entry.row = 0
 
-    def _finish(self, entry: Entry) -> None:
+    def _finish(self, entry: ScheduledRequest) -> None:
         del self.entries[entry.request.id]
         self.preempt_next.discard(entry.request.id)
         if entry in self.suspects:
@@ -446,7 +447,7 @@ class Scheduler:
                 if entry is not self.suspects[0]:
                     self.restart(entry.request.id)
 
-    def _preempt(self, schedule: Schedule, entry: Entry) -> None:
+    def _preempt(self, schedule: Schedule, entry: ScheduledRequest) -> None:
         """Move a row to host memory: only the pages that hold committed tokens."""
         used = self.cache.pages_for(min(entry.max_committed, entry.request.max_total_tokens))
         pages = entry.seq.pages[:used]
@@ -496,8 +497,8 @@ class Scheduler:
         overdue = sum(e.in_prompt and e.last_chunk_tick < self.ticks - 1 for e in self.running)
         # A prompt that had no chunk in the latest schedule gets one before a new one may start.
         num_startable = self.budget // self.min_chunk - overdue
-        passed_over: list[Entry] = []
-        victims: list[Entry] = []
+        passed_over: list[ScheduledRequest] = []
+        victims: list[ScheduledRequest] = []
         while (entry := self.queue.head()) is not None:
             if entry.will_finish:
                 self.queue.remove(entry)
@@ -515,7 +516,9 @@ class Scheduler:
         for entry in passed_over:
             self.queue.push(entry)
 
-    def _start_preempting(self, schedule: Schedule, entry: Entry, victims: list[Entry]) -> bool:
+    def _start_preempting(
+        self, schedule: Schedule, entry: ScheduledRequest, victims: list[ScheduledRequest]
+    ) -> bool:
         """Start a request, preempting rows of lower priority for it; return whether it has a row.
 
         victims: extended by the preempted rows, even where they were not enough.
@@ -528,7 +531,7 @@ class Scheduler:
             victims.append(victim)
         return True
 
-    def _start(self, schedule: Schedule, entry: Entry) -> bool:
+    def _start(self, schedule: Schedule, entry: ScheduledRequest) -> bool:
         """Give a waiting request a row, pages and a slot; one page per running row stays spare."""
         if not self.free_rows:
             return False
@@ -560,14 +563,14 @@ class Scheduler:
         return True
 
     @staticmethod
-    def _admission(entry: Entry, pages: list[int]) -> Admission:
+    def _admission(entry: ScheduledRequest, pages: list[int]) -> Admission:
         """Return the message that gives a row to a new request."""
         seq = entry.seq
         spec = RowSpec.of(entry.request)
         return Admission(entry.row, spec, pages, seq.slot, entry.max_committed, seq.source)
 
     @staticmethod
-    def _request_masks(schedule: Schedule, entry: Entry) -> None:
+    def _request_masks(schedule: Schedule, entry: ScheduledRequest) -> None:
         """Ask for the masks of a row whose grammar may forbid its next tokens."""
         request = entry.request
         if request.grammar is not None and request.is_constrained:
@@ -583,13 +586,15 @@ class Scheduler:
         assert grammar is not None
         return grammar
 
-    def _plan_forced(self, schedule: Schedule, forcing: Sequence[Entry]) -> dict[int, Entry]:
+    def _plan_forced(
+        self, schedule: Schedule, forcing: Sequence[ScheduledRequest]
+    ) -> dict[int, ScheduledRequest]:
         """Plan windows of forced tokens, in the queue's order; return their rows.
 
         forcing: rows with forced tokens to commit. All windows of a step have one length, to which
         shorter ones are padded.
         """
-        chosen: list[Entry] = []
+        chosen: list[ScheduledRequest] = []
         for entry in sorted(forcing, key=lambda e: e.key):
             longest = max(entry.num_forced, schedule.forced_len)
             window = next(window for window in FORCED_WINDOWS if window >= longest)
@@ -605,7 +610,7 @@ class Scheduler:
             entry.in_flight += count
         return {entry.row: entry for entry in chosen}
 
-    def _plan_prompt(self, schedule: Schedule) -> dict[int, Entry]:
+    def _plan_prompt(self, schedule: Schedule) -> dict[int, ScheduledRequest]:
         """Plan chunks of the prompts that waited longest, in one ragged step; return its rows.
 
         A chosen prompt gets min_chunk tokens at least, or all that remain. Chunks end on the page

@@ -136,6 +136,9 @@ def _remove_if_dead(path: str) -> None:
 class Options:
     """Options of the server.
 
+    rules: access rules. limits: limits of requests. docs, playground: whether these pages exist.
+    tokenizer_info, cache_reset: whether these endpoints exist.
+    log_level: of uvicorn.
     drain_seconds: time that running requests have to end after SIGTERM.
     keep_alive_seconds: time for which an idle connection is kept.
     max_connections: limit of open connections; file descriptors limit it, too.
@@ -478,9 +481,7 @@ def startup_message(
 
     has_template: the model has a chat template. has_keys: the user must replace KEY.
     """
-    question = (
-        "List the first 12 primes."  # the bundled model can do this, and knows little of the world
-    )
+    question = "List the first 12 primes."  # a task that the small bundled model can do
     body: dict[str, Any] = {"model": model_name, "temperature": 0}
     if has_template:
         address = f"{url}/v1/chat/completions"

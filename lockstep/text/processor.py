@@ -586,18 +586,18 @@ class Processor:
         self,
         prompt: str,
         tools: list[dict[str, Any]] | None,
-        wanted: StructuredOutputsParams | None = None,
+        structure: StructuredOutputsParams | None = None,
     ) -> ReplyParser:
         """Return the parser that splits an answer into reasoning, content and tool calls.
 
         prompt: rendered prompt of the answer.
-        wanted: structured output of the answer. It begins at the reasoning's closing tag only, so
-        that no call inside of the reasoning ends it.
+        structure: structured output of the answer. It begins at the reasoning's closing tag only,
+        so that no call inside of the reasoning ends it.
         """
         calls = self._tools if tools else None
-        openers = calls.ENDS_REASONING if calls and wanted is None else ()
+        openers = calls.ENDS_REASONING if calls and structure is None else ()
         parser = calls(tools) if calls else None
-        if parser is not None and isinstance(wanted, CallParams) and wanted.or_form:
+        if parser is not None and isinstance(structure, CallParams) and structure.or_form:
             parser = CallsOrForm(parser)
         return ReplyParser(self._reasoning(prompt, openers) if self._reasoning else None, parser)
 
@@ -701,8 +701,8 @@ class Processor:
         self, params: SamplingParams, prompt: Prompt, ids: Sequence[int]
     ) -> Compiled | None:
         """Return the grammar of an answer: of its content, its reasoning budget, or both."""
-        wanted = params.structured_outputs
-        form = None if wanted is None else self._form(wanted, prompt)
+        structure = params.structured_outputs
+        form = None if structure is None else self._form(structure, prompt)
         budget = params.thinking_token_budget
         if budget is None or budget < 0:
             return form
@@ -714,10 +714,10 @@ class Processor:
         bounded = self._thinking_budget(self._budget_recipe(budget, prompt, ids, form))
         return form if bounded.ended else bounded
 
-    def _form(self, wanted: StructuredOutputsParams, prompt: Prompt) -> Matcher | AfterReasoning:
+    def _form(self, structure: StructuredOutputsParams, prompt: Prompt) -> Matcher | AfterReasoning:
         """Return the grammar of an answer's content, which does not bind its reasoning."""
         grammars = self._compiler()
-        matcher = compile_structured_output(wanted, grammars)
+        matcher = compile_structured_output(structure, grammars)
         if self._reasoning is None or not isinstance(prompt, Rendered):
             return matcher
         return self._after_reasoning(matcher, prompt.text.rstrip(), grammars)

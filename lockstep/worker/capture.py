@@ -49,7 +49,7 @@ class Recording:
 class CapturedFunction:
     """Function with a graph per key, which is the shapes of its tensor arguments and the others.
 
-    pool: memory pool of the graphs. wanted: returns whether calls with a key are captured; other
+    pool: memory pool of the graphs. captures: returns whether calls with a key are captured; other
     calls run eagerly. name: for error messages. Raises CaptureError where a call compiles a kernel,
     allocates outside of the pool, or waits for the device; the process stays usable.
     """
@@ -58,18 +58,18 @@ class CapturedFunction:
         self,
         fn: Callable[..., Any],
         pool: Any,
-        wanted: Callable[[Hashable], bool],
+        captures: Callable[[Hashable], bool],
         name: str,
     ) -> None:
         self.fn = fn
         self.pool = pool
-        self.wanted = wanted
+        self.captures = captures
         self.name = name
         self.recordings: dict[Hashable, Recording] = {}
 
     def __call__(self, *arguments: Any) -> Any:
         key = tuple(map(_key_of, arguments))
-        if not self.wanted(key):
+        if not self.captures(key):
             return self.fn(*arguments)
         recording = self.recordings.get(key)
         if recording is None:
@@ -127,11 +127,11 @@ class CapturedFunction:
         torch.cuda.current_stream().wait_stream(warm_up_stream)
 
     def _error(self, key: Hashable, error: RuntimeError) -> CaptureError:
-        does = str(error).partition("\n")[0]
+        fault = str(error).partition("\n")[0]
         if not isinstance(error, Fault):
-            does = f"waits for the device: {does}" if SYNC_ERROR in does else f"fails: {does}"
+            fault = f"waits for the device: {fault}" if SYNC_ERROR in fault else f"fails: {fault}"
         return CaptureError(
-            f"capture of {self.name} at {key}: {describe_fault(error)} {does}. "
+            f"capture of {self.name} at {key}: {describe_fault(error)} {fault}. "
             "Run with cuda_graph_mode='none' to serve meanwhile, and report this."
         )
 
@@ -208,9 +208,11 @@ def capture_pieces(model: nn.Module, pool: Any, token_counts: Iterable[int]) -> 
     """Capture everything in the blocks except mixers, at these numbers of tokens."""
     counts = frozenset(token_counts)
 
-    def wanted(key: Any) -> bool:
+    def has_captured_count(key: Any) -> bool:
         return key[0][0] in counts
 
     for name, block in model.named_modules():
         if hasattr(block, "tokenwise"):
-            block.tokenwise = CapturedFunction(block.tokenwise, pool, wanted, f"{name}.tokenwise")
+            block.tokenwise = CapturedFunction(
+                block.tokenwise, pool, has_captured_count, f"{name}.tokenwise"
+            )

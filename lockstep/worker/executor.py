@@ -13,13 +13,13 @@ from lockstep.progress import Progress
 from lockstep.scheduling.grammar import FillMasks, MaskQuery
 from lockstep.scheduling.schedule import Results, Schedule
 from lockstep.spec import passes_of
-from lockstep.worker.audit import compare_ranks
 from lockstep.worker.device_rates import Rates, rates_of
 from lockstep.worker.explain_ranks import explain_ranks
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.rank_process import Call, Collect, Execute, Masks, read_masks
 from lockstep.worker.ranks import NoPeerRanks, PeerRanks, start_ranks
 from lockstep.worker.roofline import StepCosts
+from lockstep.worker.row_table_audit import compare_ranks
 from lockstep.worker.startup import WorkerStartup, smallest_fit
 from lockstep.worker.worker import LaunchedStep, Worker
 

@@ -47,7 +47,7 @@ STEP_NOTE = (
 )
 
 
-def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[str, Any]:
+def explain_architecture(config: EngineConfig, arch: str, total: int | None) -> dict[str, Any]:
     """Return what `lockstep explain` prints for a GPU of this architecture with `total` bytes.
 
     total: None for unlimited memory. Raises ConfigError, also without Triton, or CheckpointError.

@@ -93,7 +93,7 @@ class UserSizes:
 
 
 @dataclass(frozen=True)
-class Entry:
+class LadderEntry:
     """Entry of the ladder. snapshots: minimum, over all rows."""
 
     rows: int
@@ -110,7 +110,7 @@ class MemoryPlan:
     name=value, for the error message.
     """
 
-    entry: Entry
+    entry: LadderEntry
     pages: int
     slots: int
     parts: dict[str, int]
@@ -138,7 +138,7 @@ class Planner:
     columns: int
     prefix_caching: bool = True
 
-    def ladder(self) -> list[Entry]:
+    def ladder(self) -> list[LadderEntry]:
         """Return the entries in order, with the user's settings instead of their own."""
         pairs = list(_pairs())
         small = [(1, tokens) for tokens in TOKENS if tokens < LADDER[-1][1]]
@@ -158,7 +158,7 @@ class Planner:
         entry = entries[index]
         return self._filled(entry, available, tuple(self._notes(entries, index, available)))
 
-    def min_plan(self, entry: Entry, available: int = 0) -> MemoryPlan:
+    def min_plan(self, entry: LadderEntry, available: int = 0) -> MemoryPlan:
         """Return the minimum plan of an entry, whether it fits or not."""
         parts = self.min_bytes(entry)
         short = sum(parts.values()) - available
@@ -170,34 +170,34 @@ class Planner:
             entry, *size, parts, available, short=max(short, 0), user_settings=settings
         )
 
-    def min_bytes(self, entry: Entry) -> dict[str, int]:
+    def min_bytes(self, entry: LadderEntry) -> dict[str, int]:
         """Return the minimum bytes of an entry, by part."""
         parts = dict(self.costs.fixed) | self.costs.working(entry.rows, entry.tokens)
         return parts | self._cache(*self.min_size(entry))
 
-    def min_size(self, entry: Entry) -> tuple[int, int]:
+    def min_size(self, entry: LadderEntry) -> tuple[int, int]:
         """Return the minimum pages and slots of an entry, the null ones included."""
         return self._pages(entry.rows), self._slots(entry)
 
-    def missing_bytes(self, entry: Entry, budget: int) -> int:
+    def missing_bytes(self, entry: LadderEntry, budget: int) -> int:
         """Return the bytes that a cache of `budget` bytes lacks for an entry; negative for spare
         bytes.
         """
         return sum(self._cache(*self.min_size(entry)).values()) - budget
 
-    def _entry(self, rows: int, tokens: int, snapshots: bool) -> Entry:
+    def _entry(self, rows: int, tokens: int, snapshots: bool) -> LadderEntry:
         user_sizes = self.user_sizes
         rows = rows if user_sizes.rows is None else user_sizes.rows
         kept = rows if snapshots and self._wants_snapshots else 0
         if user_sizes.snapshots is not None:
             kept = user_sizes.snapshots
-        return Entry(rows, user_sizes.tokens or tokens, kept if self.costs.slot else 0)
+        return LadderEntry(rows, user_sizes.tokens or tokens, kept if self.costs.slot else 0)
 
     @property
     def _wants_snapshots(self) -> bool:
         return self.prefix_caching and self.costs.slot > 0
 
-    def _first_fit(self, entries: list[Entry], available: int) -> int:
+    def _first_fit(self, entries: list[LadderEntry], available: int) -> int:
         """Return the index of the first entry that fits, len(entries) where none does.
 
         The first entry is tried first: most GPUs have room for it. Then a bisection, since each
@@ -237,11 +237,11 @@ class Planner:
         of_rows = mean * rows if self.user_sizes.rows is None else 0
         return 1 + max(self.columns, of_rows)
 
-    def _slots(self, entry: Entry) -> int:
+    def _slots(self, entry: LadderEntry) -> int:
         """Return the null slot, one per row, and the snapshots; 0 without recurrent layers."""
         return 1 + entry.rows + entry.snapshots if self.costs.slot else 0
 
-    def _filled(self, entry: Entry, available: int, notes: tuple[str, ...]) -> MemoryPlan:
+    def _filled(self, entry: LadderEntry, available: int, notes: tuple[str, ...]) -> MemoryPlan:
         """Return the plan of an entry, with spare bytes given to snapshots and pages."""
         parts = self.min_bytes(entry)
         cached = self._cache_of(parts)
@@ -252,7 +252,7 @@ class Planner:
         parts |= self._cache(*size)
         return MemoryPlan(entry, *size, parts, available, notes)
 
-    def fill_cache(self, entry: Entry, spare: int) -> tuple[int, int]:
+    def fill_cache(self, entry: LadderEntry, spare: int) -> tuple[int, int]:
         """Return pages and slots of an entry with `spare` bytes beyond its minimum."""
         pages, slots = self.min_size(entry)
         if self._wants_snapshots and self.user_sizes.snapshots is None:
@@ -265,7 +265,7 @@ class Planner:
             pages = max(min(pages + spare // self.costs.page, useful), pages)
         return pages, slots
 
-    def _notes(self, entries: list[Entry], index: int, available: int) -> Iterator[str]:
+    def _notes(self, entries: list[LadderEntry], index: int, available: int) -> Iterator[str]:
         """Yield sentences about what was chosen, and what more memory would allow."""
         entry = entries[index]
         chosen = [
@@ -301,7 +301,7 @@ def _pairs() -> Iterator[tuple[int, int]]:
                 yield fewer, count
 
 
-def _described(entry: Entry, better: Entry) -> str:
+def _described(entry: LadderEntry, better: LadderEntry) -> str:
     """Describe what a better entry has more of."""
     gains = []
     if better.rows > entry.rows:

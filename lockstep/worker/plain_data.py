@@ -30,7 +30,7 @@ NAMES = frozenset(
         ("builtins", "set"),
         ("pathlib", "PosixPath"),
         ("pathlib._local", "PosixPath"),  # its name in Python 3.13
-        ("lockstep.worker.audit", "compare_ranks"),
+        ("lockstep.worker.row_table_audit", "compare_ranks"),
         ("lockstep.worker.rank_times", "end_step_times"),
         ("lockstep.worker.rank_times", "start_step_times"),
         ("lockstep.worker.worker", "Worker.probe"),

@@ -1,4 +1,4 @@
-"""The other ranks of a model, as the first rank's process sees them: started, watched, ended."""
+"""Ranks 1 and up of a model: the process of rank 0 starts, watches and ends them."""
 
 import contextlib
 import logging
@@ -43,7 +43,8 @@ log = logging.getLogger("lockstep.engine")
 SILENT_SECONDS = 10.0
 """Seconds without a heartbeat after which a rank or a node counts as hung."""
 STARTING_SILENT_SECONDS = 60.0
-"""The same for a node until all ranks are ready: loading may keep a process busy."""
+"""Seconds without a heartbeat after which a node counts as hung before all ranks are ready: loading
+may keep a process busy."""
 WATCH_SECONDS = 0.5
 """Interval at which heartbeats are checked, and sent to other nodes."""
 STARTING_WATCH_SECONDS = 0.02
@@ -58,7 +59,7 @@ OnFailure = Callable[[str], None]
 
 
 class RankHost(Protocol):
-    """Node as the place of some ranks: this one with its child processes, or another one.
+    """Node that runs some of the ranks: this one with its child processes, or another one.
 
     ranks: their numbers. node_name: for messages, "" on this node. connections: to wait for.
     silent_for: seconds since the node has sent anything.

@@ -106,7 +106,7 @@ def test_no_time_leaves_everything_out(model: str, settings: dict[str, Any]) -> 
     assert report.not_exercised()[TIME_UP][-1] == "random scenarios", "it takes the time left"
 
 
-def test_first_shard_alone_has_what_is_not_divided(model: str, settings: dict[str, Any]) -> None:
+def test_only_the_first_shard_has_undivided_sections(model: str, settings: dict[str, Any]) -> None:
     effort = Effort(1, shard=Shard(2, 3))
     report = run_check("quick", model, effort=effort, sections=("kernels", "sampling"), **settings)
     assert report.not_exercised()[OTHER_SHARD] == ["kernels", "tests of distributions"]

@@ -227,7 +227,7 @@ def test_sections_of_a_tiny_model(
     assert re.search("<th>cache</th><td[^>]*>passed<", shown)
 
 
-def test_nothing_compared_is_no_success(tiny: list[str]) -> None:
+def test_check_without_comparisons_is_no_success(tiny: list[str]) -> None:
     result = CliRunner().invoke(app, ["check", *tiny, "--sections", "capture", "--device", "cpu"])
     assert result.exit_code == 1 and "Nothing was compared." in result.stdout
 

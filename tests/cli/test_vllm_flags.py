@@ -101,17 +101,17 @@ def serve_help() -> str:
 def test_entries_are_complete(group: str, serve_help: str) -> None:
     """Entries have a text; those that act set an option of serve or have accepted values."""
     for entry in (only_word for flag in GROUPS[group] for only_word in (flag, *flag.keys)):
-        assert len(entry.says) > 4 and "\n" not in entry.says
+        assert len(entry.explanation) > 4 and "\n" not in entry.explanation
         setting = entry.setting.partition(".")[0].replace("_", "-")
         assert not setting or f"--{setting}" in serve_help.split(), (
             f"{setting} is no option of serve"
         )
         if entry.kind is Kind.ACTS:
-            assert entry.setting or entry.same or entry.keys
+            assert entry.setting or entry.no_op or entry.keys
         else:
-            assert not entry.setting and not entry.means
+            assert not entry.setting and not entry.mapping
         if entry.kind is Kind.REFUSED:
-            assert entry.says.endswith("."), "a refusal is a remedy"
+            assert entry.explanation.endswith("."), "a refusal is a remedy"
 
 
 def test_help_is_grouped_by_the_table_and_needs_no_torch() -> None:

@@ -1,12 +1,13 @@
 """Server of the bundled model as a separate process, on a TCP port of loopback."""
 
 import contextlib
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+
+from tests.ports import free_port
 
 START_TIMEOUT = 300.0
 """Seconds that a server may take to answer /health."""
@@ -15,9 +16,7 @@ START_TIMEOUT = 300.0
 @contextlib.contextmanager
 def serve(*options: str) -> Iterator[str]:
     """Yield the base URL of a server that answers; end it afterwards."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "lockstep", "serve", "--port", str(port), *options]
     command += ["--served-model-name", "lockstep"]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)

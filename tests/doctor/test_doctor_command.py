@@ -67,7 +67,7 @@ def test_fault_of_the_system_alone_exits_with_one(examined: dict[str, Any]) -> N
     assert "Make it writable." in result.stdout and "kernels are healthy" not in result.stdout
 
 
-def test_lines_of_the_system_have_a_remedy_where_not_all_is_well(
+def test_system_lines_that_are_not_ok_have_a_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*arguments: object) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,20 +16,13 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from lockstep.engine.engine_process import HEARTBEAT_SECONDS
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 BIN = ROOT / "build" / "gateways" / "venv" / "bin"
 START_SECONDS = 300.0
 MODEL = "tiny"
 PAGE = 64
-
-
-def free_port() -> int:
-    """Return a TCP port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def wait_for(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:

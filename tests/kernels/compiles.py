@@ -72,10 +72,10 @@ def kernels(quick: bool) -> Iterator[tuple[Any, int, dict[str, Any]]]:
     for sizes in (ODD,) if quick else LAYERS:
         same = dict(**sizes, R=3, L2_EPS=1e-6, **step.block_sizes(sizes, 128))
         yield from step_kernels(sizes, dict(DELTA_RULE=True, d_ptr=None))
-        for absent in (dict(committed_ptr=None, length=None), {}):
-            yield gated_norm_kernel, delta.NORM_WARPS, dict(**same, HEADS=delta.HEADS) | absent
-        for absent in (dict(committed_ptr=None), {}):
-            yield step_inputs_kernel, 1, dict(**same, TOKENS=delta.MAX_TOKENS) | absent
+        for omitted in (dict(committed_ptr=None, length=None), {}):
+            yield gated_norm_kernel, delta.NORM_WARPS, dict(**same, HEADS=delta.HEADS) | omitted
+        for omitted in (dict(committed_ptr=None), {}):
+            yield step_inputs_kernel, 1, dict(**same, TOKENS=delta.MAX_TOKENS) | omitted
         extra = dict(BLOCK_K=next_power_of_2(sizes["HK"] * sizes["K"]), STATE_GRID=16)
         yield save_tokens_kernel, 4, {**sizes, **extra, "BLOCK_HV": next_power_of_2(sizes["HV"])}
     for sizes in () if quick else MAMBA:
@@ -107,10 +107,10 @@ def lanes_of_sums(code: str) -> set[tuple[bool, int]]:
     result = set()
     for sizes, layout in SUM.findall(code):
         rows, *rest = sizes.split("x")[:-1]
-        of = re.search(rf"{layout} = .*?threadsPerWarp = \[(\d+).*?warpsPerCTA = \[(\d+)", code)
+        match = re.search(rf"{layout} = .*?threadsPerWarp = \[(\d+).*?warpsPerCTA = \[(\d+)", code)
         if len(rest) == 2:
-            assert of, layout
-            result.add((of[1] == rows and of[2] == "1", int(rows)))
+            assert match, layout
+            result.add((match[1] == rows and match[2] == "1", int(rows)))
     return result
 
 
@@ -120,11 +120,13 @@ def main(quick: bool) -> None:
     result: dict[tuple[int, int, int], list[set[tuple[bool, int]]]] = {}
     for kernel, warps, constants in kernels(quick):
         name = kernel.__name__
-        mine = kernel.arg_names
-        fixed = {n: constants[n] for n in mine if n in constants}
+        names = kernel.arg_names
+        fixed = {n: constants[n] for n in names if n in constants}
         grid = constants.get("STATE_GRID", 1)
-        types = {n: "constexpr" if n in fixed else type_of(n, name, grid) for n in mine}
-        aligned = [i for i, n in enumerate(mine) if types[n].startswith("*") and n not in UNALIGNED]
+        types = {n: "constexpr" if n in fixed else type_of(n, name, grid) for n in names}
+        aligned = [
+            i for i, n in enumerate(names) if types[n].startswith("*") and n not in UNALIGNED
+        ]
         created = compile_checked(
             ASTSource(
                 fn=kernel,

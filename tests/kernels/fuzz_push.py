@@ -25,6 +25,7 @@ from lockstep.kernels.backends import load
 from lockstep.kernels.exchange import Activation, exchange, exchange_add_rms_norm
 from lockstep.kernels.exchange.peer_memory import PeerGroup, reaches_peers
 from lockstep.kernels.norm import add_rms_norm
+from tests.ports import free_port
 
 ROWS = (1, 1, 1, 2, 3, 5, 8, 16, 33, 64, 100, 256)
 WIDTHS = (8, 24, 64, 512, 2560, 8704)
@@ -147,12 +148,6 @@ def going_on(store: dist.Store, index: int, size: int, count: int, here: bool) -
     """Return whether all ranks go on."""
     store.set(f"{count}/{index}", str(int(here)))
     return all(store.get(f"{count}/{rank}") == b"1" for rank in range(size))
-
-
-def free_port() -> int:
-    """Return a free port."""
-    store = dist.TCPStore("127.0.0.1", 0, 1, True)
-    return store.port
 
 
 def main() -> int:

@@ -342,8 +342,8 @@ def test_every_tile_gives_the_same_bits(split_k: int, block_k: int, block_n: int
         return
     # With 3 CTAs each computes many tiles, and its barriers go through many phases between them.
     targets = (target, replace(target, num_sms=3))
-    for (size, stages), splits, gpu in product(STAGES.items(), (True, False), targets):
-        hopper_tile = HopperTile(*size, stages, splits)
+    for size, splits, gpu in product(STAGES, (True, False), targets):
+        hopper_tile = HopperTile(*size, splits)
         if hopper_tile.tokens == CTA_ROWS and not shares_scale(weight, hopper_tile.outputs):
             continue
         parts = (split_k,) if splits and split_k > 1 else ()

@@ -108,7 +108,7 @@ def test_sigmoid_router_is_fp32(scoring: str) -> None:
     x = torch.randn(5, HIDDEN).bfloat16()
     assert layer.router.part(0).dtype == (torch.float32 if wide else torch.bfloat16)
     assert layer.up.stored.dtype == torch.bfloat16 and layer(x, NO_CONTEXT).dtype == torch.bfloat16
-    weights = layer.route(layer.router(x, NO_CONTEXT), 3, **layer.choice)[1]
+    weights = layer.route(layer.router(x, NO_CONTEXT), 3, **layer.routing_arguments)[1]
     assert weights.dtype == layer.router.dtype
 
 

@@ -89,7 +89,7 @@ def test_layers_add_what_peft_adds(folder: Path) -> None:
     for base, adapted in zip(model(build()), loaded(adapter), strict=True):
         expected = base(x, None)
         parts = []
-        for read in base.reads:
+        for read in base.sources:
             a, b = (tensors[f"base_model.model.{read.path}.lora_{n}.weight"] for n in "AB")
             delta = F.linear(F.linear(x, a), b) * adapter.scale
             parts.append(delta.flip(1) if base.orders and len(b) == 12 else delta)

@@ -20,7 +20,7 @@ from lockstep.models.loader import TIED_HEAD, Source, build_model, target_source
 from lockstep.quantization import TensorInfo, read_weight_format
 from lockstep.spec import own_drafter
 from lockstep.worker.build import build_draft
-from lockstep.worker.explain import explain_absent
+from lockstep.worker.explain import explain_architecture
 from tests.models.published_checkpoints import (
     CHECKPOINTS,
     LOADS,
@@ -160,9 +160,9 @@ def test_memory_plan_of_published_size(name: str, tmp_path: Path) -> None:
     config = EngineConfig.read(model=str(folder), speculative_config=drafting)
     if CHECKPOINTS[name].refused_on_gpu is not None:
         with pytest.raises(ConfigError, match=CHECKPOINTS[name].refused_on_gpu):
-            explain_absent(config, "sm_90", None)
+            explain_architecture(config, "sm_90", None)
         return
-    plan = explain_absent(config, "sm_90", None)["plan"]
+    plan = explain_architecture(config, "sm_90", None)["plan"]
     assert plan["weights_bytes"] > 2**29 and plan["needed_bytes"] > plan["weights_bytes"]
 
 

@@ -124,7 +124,7 @@ def check_layers(model: nn.Module, full: nn.Module) -> None:
     for name, layer in model.named_modules():
         reference: Any = modules.get(name)  # the whole model has no exchanges
         if isinstance(layer, Linear):
-            for index, module in enumerate(layer.reads):
+            for index, module in enumerate(layer.sources):
                 rows = pick(checkpoint_rows(reference, index), module.ranges)
                 assert torch.equal(checkpoint_rows(layer, index), rows), name
                 compared += 1

@@ -36,12 +36,14 @@ FAULTS = (
         "...\n"
         "if $flags & FILTERS:\n"
         "    $min_p = float($state.min_p[$row])\n"
+        "    ...\n"
         "    $x = $filtered",
         "if $flags & BIAS and not $flags & FILTERS:\n"
         "    $x = $x + $bias\n"
         "...\n"
         "if $flags & FILTERS:\n"
         "    $min_p = float($state.min_p[$row])\n"
+        "    ...\n"
         "    $x = $filtered\n"
         "    $x = $x + $bias if $flags & BIAS else $x",
         "tests/kernels/test_sampling.py::test_mask_equals_infinite_bias",
@@ -125,9 +127,9 @@ FAULTS = (
     Fault(
         "requests of a failed step lose their place in the queue", "scheduler", SCHEDULER,
         "Scheduler.restart",
-        "self._enqueue(Entry($request, $seq, $entry.key))",
+        "self._enqueue(ScheduledRequest($request, $seq, $entry.key))",
         "self.arrivals += 1\n"
-        "self._enqueue(Entry($request, $seq, ($entry.key[0], self.arrivals)))",
+        "self._enqueue(ScheduledRequest($request, $seq, ($entry.key[0], self.arrivals)))",
         "tests/scheduling/test_restart.py::test_restarted_request_keeps_its_place_and_its_tokens",
         "architecture.md: All requests that have or had a row begin again at their position in the "
         "queue. Their tokens so far are forced tokens.",

@@ -1271,7 +1271,7 @@ FAULTS = (
         "$entry.in_flight -= 0",
     ),
     Fault(
-        "no pages for a forced window", "scheduler", SCHEDULER, "Entry.need",
+        "no pages for a forced window", "scheduler", SCHEDULER, "ScheduledRequest.need",
         "$reach += self.num_forced",
         "$reach += 0",
     ),
@@ -1619,7 +1619,7 @@ FAULTS = (
         f"{OF_NODES}::test_adapters_are_compared_by_their_contents",
     ),
     Fault(
-        "the audit leaves the adapters out", "worker", "worker.audit", "compare_ranks",
+        "the audit leaves the adapters out", "worker", "worker.row_table_audit", "compare_ranks",
         '$compared += [("adapters", $tensor) for $tensor in $table.adapters.tensors()]',
         "",
         "tests/engine/test_adapters.py::test_audit_names_a_rank_with_other_adapters",

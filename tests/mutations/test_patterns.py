@@ -115,7 +115,7 @@ def test_only_what_differs_is_edited(scope: str, old: str, new: str, was: str, n
          "the change takes in a `...`"),
     ],
 )  # fmt: skip
-def test_an_error_says_what_is_there(scope: str, old: str, new: str, message: str) -> None:
+def test_an_error_shows_the_similar_code(scope: str, old: str, new: str, message: str) -> None:
     with pytest.raises(PatternError) as error:
         replaced(SOURCE_TEXT, scope, old, new)
     assert message in str(error.value)

@@ -187,7 +187,7 @@ def test_busy_server_is_asked_again() -> None:
     assert state.requests > 2 * 12
 
 
-def test_unsupported_feature_is_told_by_the_servers_error() -> None:
+def test_unsupported_feature_is_recognised_by_the_servers_error() -> None:
     with wrong_server("no tools") as (url, _):
         (tools,) = probe(url, "tools").sections
     assert tools.state == "not supported" and tools.requests == 4

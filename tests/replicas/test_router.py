@@ -53,7 +53,7 @@ def test_turns_of_a_chat_go_to_the_replica_that_has_the_turns_before() -> None:
             assert choose(router, f"{seed} {turn}", chat) == first[seed]
 
 
-def test_a_salt_or_an_adapter_has_prefixes_of_its_own() -> None:
+def test_a_salt_or_an_adapter_has_separate_prefixes() -> None:
     router = make_router("a", "b")
     assert choose(router, "1", [7] * LONG) == "a"
     for index, fields in enumerate(({"cache_salt": "x"}, {"adapter": "x"})):

@@ -15,13 +15,13 @@ def step(sched: Scheduler) -> Schedule:
     """Run a step whose rows emit their forced tokens, and NEW after them."""
     plan = sched.schedule()
     results = {}
-    entries = sched.launched.get(plan.tick, {})
-    for row, entry in entries.items():
-        rest = entry.request.forced_token_ids[len(entry.request.output_token_ids) :]
+    launched = sched.launched.get(plan.tick, {})
+    for row, entry in launched.items():
+        forced = entry.request.forced_token_ids[len(entry.request.output_token_ids) :]
         if row in plan.forced:
-            results[row] = RowResult([*rest, NEW])
+            results[row] = RowResult([*forced, NEW])
         else:
-            results[row] = RowResult([*rest[:1]] or [NEW])
+            results[row] = RowResult([*forced[:1]] or [NEW])
     sched.update(plan, Results(results))
     sched.cache.check()
     return plan
@@ -166,8 +166,8 @@ def test_new_suspect_waits_for_no_running_request() -> None:
 def test_continue_from_keeps_what_users_force() -> None:
     plain = SamplingParams(max_tokens=9, forced_mismatch="report")
     assert continue_from(plain, []) is plain
-    going_on = continue_from(plain, [1, 2])
-    assert (going_on.forced_token_ids, going_on.forced_mismatch) == ([1, 2], "error")
+    continued = continue_from(plain, [1, 2])
+    assert (continued.forced_token_ids, continued.forced_mismatch) == ([1, 2], "error")
     forced = plain.clone(forced_token_ids=[1, 2, 3])
     assert continue_from(forced, [1, 2]) is forced
     longer = continue_from(forced, [1, 2, 3, 4])

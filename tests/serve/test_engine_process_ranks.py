@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.forked_processes import forked_children
+from tests.ports import free_port
 from tests.serve.server_process import COMMAND, PATIENCE, engine_of, is_gone, served
 from tests.serve.test_engine_process import completion_text, wait_until, watch_restart
-from tests.worker.test_nodes import free_port
 
 BODY: dict[str, Any] = {"prompt": "def read(path):", "max_tokens": 20, "temperature": 0}
 SIZES = ["--max-model-len", "512", "--max-num-seqs", "2", "--speculative-config", "none"]

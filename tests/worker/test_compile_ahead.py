@@ -128,7 +128,7 @@ def test_kernels_of_a_process_that_died_are_missing(tmp_path: Path) -> None:
     assert errors == ["kernels that were not compiled: 9"]
 
 
-def test_lock_of_a_killed_process_blocks_nobody() -> None:
+def test_lock_of_a_killed_process_blocks_no_other_process() -> None:
     compiler = KernelCompiler([Work("kernel", Path())])  # type: ignore[list-item]
     compiler._done.get_lock().acquire()
     errors: list[str] = []

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from benchmarks.memory_plans import table
 from lockstep.config import EngineConfig
 from lockstep.worker import explain
-from lockstep.worker.explain import explain_absent
+from lockstep.worker.explain import explain_architecture
 from lockstep.worker.memory_estimate import DryEngine
 from tests.tiny_model import make_model
 
@@ -32,7 +32,7 @@ def plan_of(folder: Path, total: int | None, **settings: Any) -> dict[str, Any]:
     spec = {"method": "mtp", "num_speculative_tokens": 3}
     settings = {"max_model_len": 512, "speculative_config": spec, **settings}
     config = EngineConfig.read(model=str(folder), load_format="dummy", **settings)
-    return explain_absent(config, "sm_86", total)["plan"]
+    return explain_architecture(config, "sm_86", total)["plan"]
 
 
 def test_needed_bytes_is_the_smallest_fitting_gpu(
@@ -77,7 +77,7 @@ def test_explain_leaves_no_fake_tensors(tmp_path: Path) -> None:
     config = EngineConfig.read(
         model=str(folder), load_format="dummy", quantization="int4", **STEP_SIZE
     )
-    explain_absent(config, "sm_90", 24 * 10**9)
+    explain_architecture(config, "sm_90", 24 * 10**9)
     gc.collect()
     assert not [item for item in gc.get_objects() if type(item) is FakeTensor]
 
@@ -90,7 +90,7 @@ def test_products_with_fp8_activations_are_explained(folder: Path) -> None:
         activation_dtype="fp8",
         **STEP_SIZE,
     )
-    explained = explain_absent(config, "sm_90", 24 * 10**9)
+    explained = explain_architecture(config, "sm_90", 24 * 10**9)
     backends = {entry["backend"] for entry in explained["layers"] if entry["op"] == "fp8_linear"}
     tiles = [entry["tile"] for entry in explained["tiles"] if entry["op"] == "fp8_linear"]
     assert backends == {"hopper"}

@@ -18,7 +18,7 @@ from lockstep.worker import executor
 from lockstep.worker.build import find_model, step_limits
 from lockstep.worker.device_rates import EXCHANGE_RATES, H200, Rates
 from lockstep.worker.dry_run import dry
-from lockstep.worker.explain import exchange_backend, explain_absent
+from lockstep.worker.explain import exchange_backend, explain_architecture
 from lockstep.worker.memory_estimate import DryEngine, weight_bytes
 from lockstep.worker.roofline import Exchanged, StepCosts, StepFloors
 from tests.thread_ranks import ThreadRanks
@@ -94,7 +94,7 @@ def test_ranks_of_an_absent_gpu_share_the_weights() -> None:
     config = EngineConfig.read(
         model=str(ASSETS / "qwen3"), tensor_parallel_size=4, **sizes_of_steps
     )
-    explanation = explain_absent(config, "sm_90", 24 * 10**9)
+    explanation = explain_architecture(config, "sm_90", 24 * 10**9)
     ranks = explanation["ranks"]
     assert ranks["exchange_backend"] == "push or nccl"
     assert [sizes["rank"] for sizes in ranks["bytes"]] == [0, 1, 2, 3]

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep import LLM
 from lockstep.scheduling.draft_length import RandomDraftLength
-from lockstep.scheduling.grammar import Wanted
+from lockstep.scheduling.grammar import GrammarMasks
 from lockstep.scheduling.request import NO_TOKEN, Request
 from lockstep.worker.executor import worker_of
 from lockstep.worker.hooks import CheckHooks
@@ -56,7 +56,7 @@ class HistoryGrammar:
         return type(self)(self.seed, self.words * 32, self.fails_at, self.free_at)
 
     @staticmethod
-    def fill(expected: Sequence[Wanted], memory: memoryview) -> None:
+    def fill(expected: Sequence[GrammarMasks], memory: memoryview) -> None:
         for one in expected:
             one.grammar.write(one.drafts, one.first, memory.cast("B"))
 

@@ -34,7 +34,6 @@ from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import Admission, RowSpec, Schedule
 from lockstep.worker import node, node_link, ranks
 from lockstep.worker.agreement import check_identity, identity_of, shown
-from lockstep.worker.audit import compare_ranks
 from lockstep.worker.build import find_model
 from lockstep.worker.executor import executor_of
 from lockstep.worker.node import run_node
@@ -42,22 +41,16 @@ from lockstep.worker.node_link import Hello, Link, NodeListener, RemoteNode, joi
 from lockstep.worker.plain_data import decode_plain
 from lockstep.worker.rank_process import Call, Execute, Failed, Joined, Ready
 from lockstep.worker.rank_times import end_step_times, start_step_times
+from lockstep.worker.row_table_audit import compare_ranks
 from lockstep.worker.worker import Worker
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, make_engine
 from tests.forked_processes import forked_children
+from tests.ports import free_port
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 SIZES = {"max_model_len": 512, "max_num_seqs": 4}
 DRAFTING = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
 SECONDS = 60.0
-
-
-def free_port() -> int:
-    """Return a port on which no process listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def node_config(port: int, node_rank: int = 1, nodes: int = 2, **settings: Any) -> EngineConfig:
@@ -390,7 +383,7 @@ GARBAGE = [
 
 
 @pytest.mark.parametrize("sent", GARBAGE)
-def test_head_ignores_what_is_no_node(sent: bytes) -> None:
+def test_head_ignores_connections_that_are_no_nodes(sent: bytes) -> None:
     with listening() as listener:
         address = ("127.0.0.1", listener.config.master_port)
         with socket.create_connection(address) as stranger:

@@ -228,7 +228,7 @@ def test_every_architecture_is_listed() -> None:
     assert FAMILIES.keys() == ARCHITECTURES.keys()
 
 
-def test_docs_show_what_is_run() -> None:
+def test_docs_list_the_cases_that_run() -> None:
     rows = [line.split("|")[1:3] for line in DOCS.read_text().splitlines() if line.startswith("|")]
     shown = {title.strip(): re.findall("`([^`]+)`", cell) for title, cell in rows}
     for title, (_, names) in LISTS.items():

@@ -33,10 +33,10 @@ def top_k_mask(p: Tensor, top_k: int) -> Tensor:
     It counts the larger values of each, which is elementwise; a sort would be a separate kernel.
     """
     index = torch.arange(p.shape[1], device=p.device)
-    mine = p[:, :, None]
+    value = p[:, :, None]
     other = p[:, None, :]
-    tied = (other == mine) & (index[None, :] < index[:, None])
-    return ((other > mine) | tied).sum(-1) < top_k
+    tied = (other == value) & (index[None, :] < index[:, None])
+    return ((other > value) | tied).sum(-1) < top_k
 
 
 def mixture(
@@ -90,14 +90,14 @@ def mask_groups(scores: Tensor, groups: int, top_groups: int) -> Tensor:
 def sigmoid_mixture(
     x: Tensor, norm: Tensor, router: Tensor, bias: Tensor, gate: Tensor | None, up: Tensor,
     down: Tensor, shared_gate: Tensor | None, shared_up: Tensor, shared_down: Tensor,
-    choice: tuple[int, int, int, float],
+    routing_arguments: tuple[int, int, int, float],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return x + mixture(norm(x)), and the expert imbalance.
 
     x [N, hidden], gate, up [E, I, hidden], down [E, hidden, I]; SwiGLU, or squared ReLU without
-    gates. choice: (top_k, groups, top_groups, scale) of config.json. Scores are sigmoids in fp32.
-    Experts are chosen by scores + bias, and weighted by scores / their sum * scale; the shared
-    expert has weight 1.
+    gates. routing_arguments: (top_k, groups, top_groups, scale) of config.json. Scores are sigmoids
+    in fp32. Experts are chosen by scores + bias, and weighted by scores / their sum * scale; the
+    shared expert has weight 1.
 
     The value of the imbalance is the mean of (E / top_k * f_e)^2, f_e the share of tokens that
     chose e: 1 for even use. Its gradient differs: on the router it is that of E / top_k * sum_e f_e
@@ -106,7 +106,7 @@ def sigmoid_mixture(
     Source: DeepSeek-V3, arXiv 2412.19437, 2.1.2.
     """
     (experts, inner) = up.shape[:2]
-    (top_k, groups, top_groups, scale) = choice
+    (top_k, groups, top_groups, scale) = routing_arguments
     h = rms(x, norm)
     scores = torch.sigmoid(F.linear(h.float(), router))
     picked = top_k_mask(mask_groups((scores + bias).detach(), groups, top_groups), top_k)
@@ -245,7 +245,7 @@ class SigmoidMixture(nn.Module):
         h = c["hidden_size"]
         count = c["n_routed_experts"]
         names = ("num_experts_per_tok", "n_group", "topk_group", "routed_scaling_factor")
-        self.choice = tuple(c[name] for name in names)
+        self.routing_arguments = tuple(c[name] for name in names)
         self.gate = Router(h, count)
         self.experts = SeparateExperts(h, c["moe_intermediate_size"], count, gated)
         self.shared_experts = MLP(h, shared_inner) if gated else ReluMLP(h, shared_inner)
@@ -260,7 +260,7 @@ class SigmoidMixture(nn.Module):
             experts.up_proj,
             experts.down_proj,
             *self.shared_experts.tensors(),
-            self.choice,
+            self.routing_arguments,
         ]
 
 

@@ -42,7 +42,7 @@ def test_the_folder_is_small(saved: tuple[str, Path, LanguageModel]) -> None:
 
 @pytest.mark.default_cases("qwen3_draft")
 @torch.no_grad()
-def test_the_engine_computes_what_is_trained(saved: tuple[str, Path, LanguageModel]) -> None:
+def test_engine_computes_the_trained_model(saved: tuple[str, Path, LanguageModel]) -> None:
     (_, folder, model) = saved
 
     def oracle(ids: Tensor) -> SimpleNamespace:
@@ -57,7 +57,7 @@ def test_the_engine_computes_what_is_trained(saved: tuple[str, Path, LanguageMod
 
 @pytest.mark.default_cases("nemotron_h", "qwen3_draft")
 @torch.no_grad()
-def test_the_engine_drafts_what_is_trained(saved: tuple[str, Path, LanguageModel]) -> None:
+def test_engine_drafts_with_the_trained_module(saved: tuple[str, Path, LanguageModel]) -> None:
     """Compare the chain after a prompt, teacher-forced with the drafts themselves."""
     (name, folder, model) = saved
     if name not in DRAFTERS:

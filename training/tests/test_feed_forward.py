@@ -76,7 +76,7 @@ def test_steps_along_the_balance_even_it_out() -> None:
     assert seen[-1] < 1.01
 
 
-def test_each_expert_has_tensors_of_its_own_in_files() -> None:
+def test_each_expert_has_separate_tensors_in_files() -> None:
     torch.manual_seed(0)
     experts = SeparateExperts(6, 4, 3, gated=True)
     for p in experts.parameters():

@@ -43,7 +43,7 @@ def _check(tools: list[dict[str, Any]], request: str, calls: list[Call]) -> None
 
 
 @pytest.mark.parametrize("make", [free_requests.single, free_requests.several])
-def test_arguments_are_what_was_said(make: Any) -> None:
+def test_arguments_occur_in_the_request(make: Any) -> None:
     for seed in SEEDS:
         request = make(_words(seed))
         tools = [tool.schema for tool in request.tools]
@@ -79,7 +79,7 @@ def test_a_verb_may_mean_a_member_of_an_enum() -> None:
         assert phrasing.arguments["status"] in listed["enum"]
 
 
-def test_what_is_added_to_a_request_becomes_an_argument() -> None:
+def test_additions_to_a_request_become_arguments() -> None:
     params = {
         "city": free_requests.Param(("city",), "city", False),
         "days": free_requests.Param(("days",), "int 2-9", True),
@@ -110,7 +110,7 @@ def test_groups_name_intents_of_the_file() -> None:
     } <= known
 
 
-def test_what_can_be_mistaken_can_be_said_surely_with_the_needed_slots_alone() -> None:
+def test_similar_intents_have_unambiguous_frames_with_required_slots_alone() -> None:
     for group in free_requests.CLASHES:
         for intent in (i for i in free_requests.intents() if i.names[0] in group.split()):
             if len(free_requests.incompatible_with(intent)) > 1:
@@ -122,7 +122,7 @@ def test_what_can_be_mistaken_can_be_said_surely_with_the_needed_slots_alone() -
             ]
 
 
-def test_beside_a_tool_that_it_could_be_taken_for_a_request_is_sure() -> None:
+def test_requests_next_to_a_similar_tool_are_unambiguous() -> None:
     def intent(name: str, sure: str) -> free_requests.Intent:
         frames = (
             free_requests.Frame("!", "see to it", False),
@@ -144,7 +144,7 @@ def test_beside_a_tool_that_it_could_be_taken_for_a_request_is_sure() -> None:
     assert any("see to it" in text for text in alone)
 
 
-def test_what_no_frame_tells_apart_is_never_offered_together() -> None:
+def test_intents_without_a_distinguishing_frame_are_not_offered_together() -> None:
     for seed in range(600):
         drawn = [tool.intent for tool in free_requests.rivals(_words(seed))]
         names = [intent.names[0] for intent in drawn if intent in free_requests.intents()]
@@ -153,7 +153,7 @@ def test_what_no_frame_tells_apart_is_never_offered_together() -> None:
             assert not (free_requests.incompatible_with(intent) - {intent.names[0]}) & set(names)
 
 
-def test_where_no_tool_fits_none_is_related() -> None:
+def test_requests_without_a_fitting_tool_have_no_calls() -> None:
     for seed in SEEDS:
         request = free_requests.unfit(_words(seed))
         assert request.tools and not request.calls
@@ -185,7 +185,7 @@ def test_a_set_written_by_hand_is_as_large_as_it_says_and_sound(
         _check(offered, text, right)
 
 
-def test_answers_read_back_as_the_calls_that_were_meant() -> None:
+def test_answers_parse_to_the_intended_calls() -> None:
     for sample, calls in tasks.written(development_requests.REQUESTS) + tasks.written(
         blind_requests.REQUESTS
     ):
@@ -204,7 +204,7 @@ def _sure(text: str, kind: str) -> free_requests.Intent:
     return free_requests.Intent(("f",), ("F",), params, (free_requests.Frame("!", text),))
 
 
-def test_politeness_and_remarks_behind_a_value_are_no_part_of_it() -> None:
+def test_politeness_and_remarks_after_a_value_are_not_part_of_it() -> None:
     intent = _sure("write {text}", "word")
     polite = 0
     remarked = 0
@@ -226,7 +226,7 @@ def test_a_remark_in_the_same_sentence_never_follows_a_value_of_several_words() 
         assert parts[-1][0].startswith(". ")
 
 
-def test_a_sentence_may_stand_before_a_second_request() -> None:
+def test_a_sentence_may_precede_a_second_request() -> None:
     spoken = 0
     for seed in range(300):
         first, second, forms = free_requests._pair_of(_words(seed))
@@ -235,7 +235,7 @@ def test_a_sentence_may_stand_before_a_second_request() -> None:
     assert spoken > 30
 
 
-def test_an_echo_shares_a_word_with_the_request_and_is_not_what_is_barred() -> None:
+def test_echo_tools_share_a_word_with_the_request_and_are_not_excluded_ones() -> None:
     barred = frozenset({"find_recipe"})
     for seed in SEEDS:
         for tool in free_requests.echo_tool(_words(seed), "find the recipe of {x}", barred):

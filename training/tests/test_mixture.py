@@ -43,7 +43,7 @@ def test_the_folder_is_small(saved: tuple[Path, LanguageModel]) -> None:
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_transformers_computes_what_is_trained(saved: tuple[Path, LanguageModel]) -> None:
+def test_transformers_computes_the_trained_model(saved: tuple[Path, LanguageModel]) -> None:
     (folder, model) = saved
     transformers = pytest.importorskip("transformers")
     oracle, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -56,7 +56,7 @@ def test_transformers_computes_what_is_trained(saved: tuple[Path, LanguageModel]
     assert float((got - wanted).norm() / wanted.norm()) < 2e-5
 
 
-def test_of_equal_experts_the_lower_are_chosen() -> None:
+def test_ties_choose_the_experts_with_lower_indices() -> None:
     p = torch.tensor([[0.1, 0.3, 0.3, 0.3], [0.4, 0.1, 0.2, 0.3], [0.25] * 4])
     assert top_k_mask(p, 2).tolist() == [
         [False, True, True, False],
@@ -82,7 +82,7 @@ def test_the_balance_is_that_of_the_switch_transformer(saved: tuple[Path, Langua
     assert 1.0 < float(imbalance) < count / top_k
 
 
-def test_each_expert_is_a_matrix_of_its_own_to_muon() -> None:
+def test_muon_treats_each_expert_as_a_matrix() -> None:
     torch.manual_seed(0)
     p = torch.nn.Parameter(torch.zeros(3, 4, 8))
     p.grad = torch.randn(3, 4, 8)

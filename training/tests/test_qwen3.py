@@ -18,7 +18,7 @@ def test_a_step_sees_true_states_and_its_own_chain() -> None:
             assert seen == wanted
 
 
-def test_the_target_hears_nothing_of_its_head() -> None:
+def test_target_gets_no_gradient_from_its_head() -> None:
     torch.manual_seed(0)
     model = Qwen3(CONFIG, head=EAGLE3)
     ids = torch.randint(CONFIG["vocab_size"], (1, CHUNK))

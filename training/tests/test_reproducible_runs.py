@@ -35,7 +35,7 @@ def batches(folder: Path, seed: int, wait: float) -> list[np.ndarray]:
     return arrays
 
 
-def test_what_a_patient_feed_gives_depends_on_the_seed_alone(folder: Path) -> None:
+def test_batches_of_a_patient_feed_depend_on_the_seed_alone(folder: Path) -> None:
     first = batches(folder, 1, 0.0)
     again = batches(folder, 1, 0.03)
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))

@@ -21,7 +21,7 @@ def _filler() -> None:
     stdlib_text.load_filler()
 
 
-def test_shares_name_tasks_and_only_those_are_drawn() -> None:
+def test_shares_name_tasks_and_only_these_are_sampled() -> None:
     assert set(tasks.CALLS) < set(tasks.SHARES) == set(tasks.TASKS)
     kinds = {tasks.draw(seed, shares=tasks.CALLS).task for seed in range(200)}
     assert "sequence" not in kinds and "tools" in kinds

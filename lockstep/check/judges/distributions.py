@@ -230,11 +230,11 @@ class EngineSampler:
 @one_thread()
 @torch.inference_mode()
 def sample_rows(
-    runner: Worker, rows: Sequence[RowSpec], window: int, offset: int, context: SamplingContext
+    worker: Worker, rows: Sequence[RowSpec], window: int, offset: int, context: SamplingContext
 ) -> Tokens:
     """Return tokens [rows, window] that one rank's sampler samples in a context."""
-    table = runner.table
-    device = runner.plan.device
+    table = worker.table
+    device = worker.plan.device
     context_len = len(context.prompt) + len(context.output)
     drafts = torch.tensor(context.drafts[: window - 1], dtype=torch.int64, device=device)
     answer = torch.tensor(context.output, dtype=torch.int64, device=device)
@@ -251,7 +251,7 @@ def sample_rows(
         logits = context.raw_logits.to(device).expand(len(batch), window, -1).contiguous()
         positions = positions.expand(len(batch), -1).contiguous()
         draft_rows = drafts.expand(len(batch), -1).contiguous()
-        sampled.append(runner.program.sampler.sample(logits, positions, draft_rows, row_ids).cpu())
+        sampled.append(worker.program.sampler.sample(logits, positions, draft_rows, row_ids).cpu())
     return torch.cat(sampled).numpy()
 
 

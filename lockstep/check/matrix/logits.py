@@ -72,7 +72,7 @@ def run_logits(checked: CheckedModel, deadline: Deadline = NO_DEADLINE) -> None:
         len(batch.cases) for _, engine_batches in engine_runs for batch in engine_batches
     )
     texts = [[*c.prompt, *expected[c.name].tokens] for c in cases if c.name in expected]
-    # Its memory is needed for the first engine of the matrix.
+    # The plain engine's memory is needed for the first engine of the matrix.
     del plain
     for done, (setup, engine_batches) in enumerate(engine_runs):
         if done and deadline.passed:

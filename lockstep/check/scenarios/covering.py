@@ -142,10 +142,10 @@ class CoveringArray:
             fits[number] = True
         return fits
 
-    def assign(self, level: Level, fixed: Row, wanted: Row) -> Row | None:
+    def assign(self, level: Level, fixed: Row, required: Row) -> Row | None:
         """Choose the values of a level's features; return them, or None if nothing fits.
 
-        fixed: values of the levels above. wanted: values that the result must have or permit.
+        fixed: values of the levels above. required: values that the result must have or permit.
         """
         features = self.values.features_at(level)
         best: tuple[float, Row] | None = None
@@ -153,23 +153,23 @@ class CoveringArray:
         for attempt in range(MAX_ATTEMPTS):
             if attempt >= count and best is not None:
                 break
-            candidate = self._candidate(features, fixed, wanted)
+            candidate = self._candidate(features, fixed, required)
             if candidate is not None and (best is None or candidate[0] > best[0]):
                 best = candidate
         return None if best is None else best[1]
 
     def _candidate(
-        self, features: Sequence[int], fixed: Row, wanted: Row
+        self, features: Sequence[int], fixed: Row, required: Row
     ) -> tuple[float, Row] | None:
         """Choose values in a random order of features; return the new tuples and the values."""
         owner = self.values.owner
         present = list(fixed)
-        fits = self._fitting((*fixed, *wanted))
-        if not all(fits[number] for number in (*fixed, *wanted)):
+        fits = self._fitting((*fixed, *required))
+        if not all(fits[number] for number in (*fixed, *required)):
             return None
         total = 0.0
         chosen: dict[int, int] = {}
-        mine = {int(owner[n]): n for n in wanted if int(owner[n]) in features and n not in fixed}
+        mine = {int(owner[n]): n for n in required if int(owner[n]) in features and n not in fixed}
         order = [*mine, *self.rng.sample(features, len(features))]
         for feature in order:
             if feature in chosen:
@@ -203,18 +203,18 @@ class CoveringArray:
         factor = self._factors.get(number, 1.0)
         return factor * (new + POTENTIAL_WEIGHT * potential), factor * new
 
-    def complete(self, wanted: Row) -> Row | None:
+    def complete(self, required: Row) -> Row | None:
         """Return a row with these values, in the order of features; None if there is none.
 
         The search is exhaustive: it assigns the feature with fewest fitting values first, and goes
         back where a feature has none left.
         """
-        fits = self._fitting(wanted)
-        if not all(fits[number] for number in wanted):
+        fits = self._fitting(required)
+        if not all(fits[number] for number in required):
             return None
         remaining = [[n for n in numbers if fits[n]] for numbers in self.values.of_feature]
-        assigned = {int(self.values.owner[number]) for number in wanted}
-        for number in wanted:
+        assigned = {int(self.values.owner[number]) for number in required}
+        for number in required:
             remaining[self.values.owner[number]] = [number]
         return self._search(remaining, assigned)
 
@@ -232,9 +232,9 @@ class CoveringArray:
                 return row
         return None
 
-    def give_up(self, wanted: Row) -> None:
+    def give_up(self, required: Row) -> None:
         """Count a tuple as covered."""
-        for order in permutations(wanted):
+        for order in permutations(required):
             self.uncovered[order] = False
 
 
@@ -325,14 +325,14 @@ class CoveringPlan:
         array = self.array
         if array.is_complete:
             array.uncovered = self.feasible.copy()
-        wanted = array.next_tuple(())
-        planned = self._engine(wanted)
+        required = array.next_tuple(())
+        planned = self._engine(required)
         if planned is None:
             # The greedy choices left no value for some feature.
-            row = array.complete(wanted)
+            row = array.complete(required)
             planned = None if row is None else self._engine(row)
         if planned is None:
-            self._give_up(wanted)
+            self._give_up(required)
             return
         engine, scenario = planned
         self._scenarios.append(scenario)
@@ -344,36 +344,36 @@ class CoveringPlan:
         if array.is_complete and self._complete_at is None:
             self._complete_at = len(self._scenarios)
 
-    def _engine(self, wanted: Row) -> tuple[Row, PlannedScenario] | None:
+    def _engine(self, required: Row) -> tuple[Row, PlannedScenario] | None:
         """Return an engine with a first scenario that has these values, None if none fit."""
-        engine = self.array.assign(Level.ENGINE, (), wanted)
-        scenario = None if engine is None else self._scenario(engine, wanted)
+        engine = self.array.assign(Level.ENGINE, (), required)
+        scenario = None if engine is None else self._scenario(engine, required)
         return None if engine is None or scenario is None else (engine, scenario)
 
-    def _give_up(self, wanted: Row) -> None:
+    def _give_up(self, required: Row) -> None:
         """Record a tuple that no row can have."""
-        self.array.give_up(wanted)
-        self.impossible.append(wanted)
-        for order in permutations(wanted):
+        self.array.give_up(required)
+        self.impossible.append(required)
+        for order in permutations(required):
             self.feasible[order] = False
         if self.array.is_complete and self._complete_at is None:
             self._complete_at = len(self._scenarios)
 
-    def _scenario(self, engine: Row, wanted: Row) -> PlannedScenario | None:
+    def _scenario(self, engine: Row, required: Row) -> PlannedScenario | None:
         """Return a scenario of an engine that has a tuple of values in its first request."""
         array = self.array
-        limits = array.assign(Level.LIMITS, engine, wanted)
+        limits = array.assign(Level.LIMITS, engine, required)
         if limits is None:
             return None
         fixed = (*engine, *limits)
         requests: list[Row] = []
         while len(requests) < self.num_requests:
-            request = array.assign(Level.REQUEST, fixed, wanted)
+            request = array.assign(Level.REQUEST, fixed, required)
             if request is None:
                 if not requests:
                     return None
                 break
             requests.append(request)
             array.cover((*fixed, *request))
-            wanted = array.next_tuple(fixed)
+            required = array.next_tuple(fixed)
         return PlannedScenario(engine, limits, tuple(requests))

@@ -15,7 +15,7 @@ from lockstep.check.scenarios.step_plans import StepPlans
 from lockstep.engine.engine import Engine
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import Admission, PromptChunk, Schedule
-from lockstep.scheduling.scheduler import Entry, Scheduler
+from lockstep.scheduling.scheduler import ScheduledRequest, Scheduler
 from lockstep.worker.executor import worker_of
 
 AT_ONCE = "at once"
@@ -250,7 +250,7 @@ class CheckedScheduler(Scheduler):
                     self.preempt_next.add(partner)
                     self._row_of_partner[partner] = entry.row
 
-    def _preempt(self, plan: Schedule, entry: Entry) -> None:
+    def _preempt(self, plan: Schedule, entry: ScheduledRequest) -> None:
         """Record the row that a request leaves."""
         if not self._is_forcing:
             running = [other.request.id for other in self.running]
@@ -267,7 +267,7 @@ class CheckedScheduler(Scheduler):
                 f"steps may have written {written} tokens"
             )
 
-    def _start(self, plan: Schedule, entry: Entry) -> bool:
+    def _start(self, plan: Schedule, entry: ScheduledRequest) -> bool:
         """Start a request, a preempted one in the way that it should return."""
         request_id = entry.request.id
         if request_id not in self.preempted:
@@ -308,7 +308,7 @@ class CheckedScheduler(Scheduler):
             self.free_rows = [row, *other_rows]
         return True
 
-    def _start_new(self, plan: Schedule, entry: Entry) -> bool:
+    def _start_new(self, plan: Schedule, entry: ScheduledRequest) -> bool:
         """Start a request that has nothing in host memory, with the longest cached prefix."""
         request = entry.request
         longest = self._longest_prefix(request)

@@ -80,19 +80,28 @@ def poison(tensor: Tensor, generator: torch.Generator) -> None:
 def rows_and_units(worker: Worker) -> tuple[list[Tensor], list[Tensor]]:
     """Return the tensors with one entry per row, and those with one per page or slot, once each.
 
-    Row 0 is the null row. Each tensor's storage is its own or a part of a shared one.
+    Row 0 is the null row. Each tensor's storage is its own or a part of a shared one. A tensor is
+    recognised by its first size. Without snapshots there are as many state slots as rows: then
+    tensors outside of the row table count as slots.
     """
     plan = worker.plan
     num_rows = worker.table.page_table.shape[0]
     num_units = {plan.num_pages, plan.num_slots}
     rows: dict[tuple[int, int], Tensor] = {}
     units: dict[tuple[int, int], Tensor] = {}
+    for tensor in tensors_of(worker.table):
+        if tensor.dim() and tensor.numel() and tensor.shape[0] == num_rows:
+            rows[_extent(tensor)] = tensor
     for tensor in tensors_of(worker):
-        if not tensor.dim() or not tensor.numel():
+        if not tensor.dim() or not tensor.numel() or _extent(tensor) in rows:
             continue
-        key = (tensor.data_ptr(), tensor.numel())
-        if tensor.shape[0] == num_rows:
-            rows[key] = tensor
-        elif tensor.shape[0] in num_units:
-            units[key] = tensor
+        if tensor.shape[0] in num_units:
+            units[_extent(tensor)] = tensor
+        elif tensor.shape[0] == num_rows:
+            rows[_extent(tensor)] = tensor
     return list(rows.values()), list(units.values())
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the address and the number of elements of a tensor."""
+    return tensor.data_ptr(), tensor.numel()

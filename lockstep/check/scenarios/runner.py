@@ -331,22 +331,22 @@ def poison_memory(engine: Engine, seed: int) -> None:
     executor_of(engine).collective_rpc(partial(_poison, seed=seed))
 
 
-def _resize_host_memory(runner: Worker, host_pages: int, slab_bytes: int) -> None:
+def _resize_host_memory(worker: Worker, host_pages: int, slab_bytes: int) -> None:
     """Replace the host memory of one rank's worker by one of this many pages."""
-    plan = runner.plan
-    runner.transfers.host = memory.host_memory(host_pages, plan.page_bytes, plan.device, slab_bytes)
+    plan = worker.plan
+    worker.transfers.host = memory.host_memory(host_pages, plan.page_bytes, plan.device, slab_bytes)
 
 
 @torch.inference_mode()
-def _poison(runner: Worker, seed: int) -> None:
+def _poison(worker: Worker, seed: int) -> None:
     """Fill the memory of one rank's worker; the row tables of all ranks get the same values."""
     generator = torch.Generator().manual_seed(seed)
-    table = runner.table
+    table = worker.table
 
-    rows, units = rows_and_units(runner)
+    rows, units = rows_and_units(worker)
     # Row 0 is the null row, which padding reads and nothing writes.
     for tensor in rows:
         poison(tensor[1:], generator)
     table.page_table[1:] = 0
-    for tensor in (*units, *runner.transfers.host):
+    for tensor in (*units, *worker.transfers.host):
         poison(tensor, generator)

@@ -109,10 +109,11 @@ class StepPlans:
             return f"a chunk has the tokens {chunk.start} to {end}, and {start} come before it"
         length = len(request.prompt_token_ids)
         if chunk.last != (end == length):
-            return f"a chunk ends at token {end} of {length}, and is the last one or not"
+            known = "the last one" if chunk.last else "one of several"
+            return f"a chunk that ends at token {end} of {length} is marked as {known}"
         cache = self.scheduler.cache
         if cache.state is not None and not chunk.last and end % cache.config.page_size:
-            return f"a chunk of a model with recurrent layers ends at token {end}"
+            return f"a chunk of a model with recurrent layers ends at token {end}, within a page"
         return None
 
     def _unwritten_page(self) -> str | None:

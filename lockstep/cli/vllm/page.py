@@ -70,18 +70,20 @@ def _table_line(flag: Flag, names: list[str]) -> str:
 
 def _about(flag: Flag) -> str:
     """Return the effect of a flag, its setting if that has another name, and its values."""
-    parts = [flag.says.removesuffix(".")]
+    parts = [flag.explanation.removesuffix(".")]
     if flag.setting.replace("_", "-") not in ("", flag.name.replace("_", "-")):
         parts.append(f"sets `{flag.setting}`")
-    if flag.kind is Kind.REFUSED and flag.same and flag.form is not Form.SWITCH:
+    if flag.kind is Kind.REFUSED and flag.no_op and flag.form is not Form.SWITCH:
         parts.append(
             "these change nothing: "
             + ", ".join(f"`{value}`" if value else "an empty text" for value in flag.values)
         )
     elif flag.kind is not Kind.REFUSED and flag.allowed:
         parts.append("values: " + ", ".join(f"`{value}`" for value in flag.values))
-    elif flag.means and flag.form is not Form.SWITCH:
-        meanings = (f"`{value}` is {_value_text(meaning)}" for value, meaning in flag.means.items())
+    elif flag.mapping and flag.form is not Form.SWITCH:
+        meanings = (
+            f"`{value}` is {_value_text(meaning)}" for value, meaning in flag.mapping.items()
+        )
         parts.append(", ".join(meanings))
     return "; ".join(part for part in parts if part)
 

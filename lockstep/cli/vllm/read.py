@@ -69,7 +69,7 @@ class Reader:
         vllm_flags = [
             flag if self._has_setting(flag) else only_of_server(flag)
             for flag in all_flags()
-            if self._has_setting(flag) or flag.same
+            if self._has_setting(flag) or flag.no_op
         ]
         self._flags = {flag.name: flag for flag in (*command_flags, *vllm_flags)}
         self._short = {

@@ -1,4 +1,4 @@
-# mypy: ignore-errors
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,annotation-unchecked"
 """paged_attention for long queries on Hopper, in Gluon: triton.py's reduction tree, bit for bit.
 
 A CTA owns 128 (token, query head of the group) rows of one KV head. It is warp-specialized: a
@@ -411,11 +411,16 @@ def launch_prefill(
     cache_kv_heads = k_cache.shape[2]
     group = heads // (kv_heads or cache_kv_heads)
     rows = starts.shape[0]
-    is_gated = gates is not None and out.dtype == q.dtype
+    kernel_gates = gates if out.dtype == q.dtype else None
+    is_gated = kernel_gates is not None
+    gate_stride = 0
+    if kernel_gates is not None:
+        gate_stride = kernel_gates.stride(0)
+        kernel_gates = kernel_gates[:, 2 * first * group * dim :]
     _prefill_kernel[(rows * cache_kv_heads, triton.cdiv(query_len * group, CTA_ROWS))](
         q[:, first * group :], *cache_descriptors(k_cache, v_cache), page_table, cu_seqlens, starts,
-        gates[:, 2 * first * group * dim :] if is_gated else None, out[:, first * group :],
-        scale * LOG2E, page_table.stride(0), gates.stride(0) if is_gated else 0,
+        kernel_gates, out[:, first * group :],
+        scale * LOG2E, page_table.stride(0), gate_stride,
         heads, cache_kv_heads, group, dim, NUM_STAGES[dim], is_gated,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-# mypy: ignore-errors
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,annotation-unchecked"
 """paged_attention for few query rows over quantized caches on Hopper, in Gluon.
 
 It serves decode and verification, with the reduction tree of triton.py.
@@ -135,7 +135,7 @@ def _qk_tile(
         tile_scores = mma_v2(LOAD_K(side[0], side[1], i, kv, HKV, D), q_tile, tile_scores)
         tile_scores = _mask_scores(tile_scores, scale, start, first_key + 16 * i, GROUP)
         row_max = gl.maximum(row_max, gl.max(tile_scores, 0))
-        scores = scores + (tile_scores,)
+        scores = scores + (tile_scores,)  # type: ignore[assignment]
     return row_max, scores
 
 

@@ -1,4 +1,4 @@
-# mypy: ignore-errors
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,annotation-unchecked"
 """paged_attention over quantized caches on Hopper, in Gluon: triton.py's tree, bit for bit.
 
 A CTA owns the (token, query head of the group) rows of one KV head and a run of KV splits. It is
@@ -50,7 +50,7 @@ from lockstep.kernels.compile_target import compile_target
 from lockstep.kernels.device.gluon_compat import barrier
 from lockstep.kernels.device.softmax import LOG2E, NO_SCORE, exponentiate
 from lockstep.kernels.device.tiles import FLAT, SWIZZLED, zero_tail_rows
-from lockstep.kernels.formats.kv import KVCache
+from lockstep.kernels.formats.kv import KVCache, QuantizedKV
 from lockstep.kernels.formats.kv.launch import kv_operand
 
 MAX_ROWS = {128: 64, 256: 32}
@@ -439,6 +439,9 @@ def paged_attention_quantized_hopper(
 
     shape: how this kernel serves the step; None for that of choose_shape.
     """
+    assert isinstance(k_cache, QuantizedKV) and isinstance(v_cache, QuantizedKV), (
+        "_supports() says so"
+    )
     if fits_prefill(q, k_cache, query_len):
         return paged_attention_quantized_prefill(
             q, k_cache, v_cache, page_table, cu_seqlens, starts, query_len, scale, gates

@@ -1,4 +1,4 @@
-# mypy: ignore-errors
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,annotation-unchecked"
 """paged_attention for long queries over quantized caches on Hopper.
 
 Pages are dequantized into a scratch, which hopper.py reads. attention(quantized) ==
@@ -95,16 +95,17 @@ def paged_attention_quantized_prefill(
         row_arguments = (page_table[rows], cu_seqlens[row : row + rows_per_group + 1], starts[rows])
         for first_head in range(0, kv_heads, heads_per_group):
             count = min(heads_per_group, kv_heads - first_head)
-            dequantized = [
+            k_scratch, v_scratch = (
                 _dequantize_pages(side, q, *row_arguments, first_head, count, target.inline_ptx)
                 for side in (k, v)
-            ]
+            )
             # The scratch is a cache whose pages are in order.
-            page_ids = torch.arange(dequantized[0].shape[0], dtype=torch.int32, device=q.device)
+            page_ids = torch.arange(k_scratch.shape[0], dtype=torch.int32, device=q.device)
             scratch_table = page_ids.view(row_arguments[0].shape)
             launch_prefill(
                 q,
-                *dequantized,
+                k_scratch,
+                v_scratch,
                 scratch_table,
                 *row_arguments[1:],
                 query_len,

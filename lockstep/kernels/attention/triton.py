@@ -1,4 +1,4 @@
-# mypy: ignore-errors
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,annotation-unchecked"
 """paged_attention in Triton: one split-KV flash attention for prefill, decode and verification.
 
 The keys are cut into KV splits at absolute multiples of KV_SPLIT. Inside a split, ascending tiles
@@ -291,7 +291,7 @@ def _combine_kernel(
     partial_acc += row_partials * D + column
     loaded = ()
     for i in tl.static_range(IN_FLIGHT):
-        loaded = loaded + (
+        loaded = loaded + (  # type: ignore[assignment]
             _load_partial(
                 partial_max, partial_sum, partial_acc, i, i < num_partials, column_mask, H, D
             ),
@@ -302,7 +302,8 @@ def _combine_kernel(
     for i in tl.static_range(IN_FLIGHT):
         row_max = tl.where(i < num_used, loaded[i][0], NO_SCORE)
         row_sum = tl.where(i < num_used, loaded[i][1], 0.0)
-        current = current + ((row_max, row_sum, tl.where(i < num_used, loaded[i][2], -0.0)),)
+        row_acc = tl.where(i < num_used, loaded[i][2], -0.0)
+        current = current + ((row_max, row_sum, row_acc),)  # type: ignore[assignment]
     all_max = tl.full((), NO_SCORE, tl.float32)
     all_sum = tl.full((), 0.0, tl.float32)
     all_acc = tl.zeros((COMBINE_COLUMNS,), tl.float32)
@@ -315,7 +316,7 @@ def _combine_kernel(
         for i in tl.static_range(IN_FLIGHT):
             all_max, all_sum, all_acc = _combine_partial(all_max, all_sum, all_acc, *current[i])
             mask = base + IN_FLIGHT + i < num_used
-            following = following + (
+            following = following + (  # type: ignore[assignment]
                 _load_partial(partial_max, partial_sum, partial_acc, i, mask, column_mask, H, D),
             )
         current = following
@@ -475,10 +476,10 @@ def paged_attention_triton(
     )  # fmt: skip
     if num_partials:
         unrotated_v = v._replace(rotation_block=0) if rotates_later else v
-        sizes = (query_len, num_partials, first_splits, p.combines)
         combine_partials(
-            partials, q, cu_seqlens, starts, *sizes, kernel_gates, unrotated_v, attended
-        )
+            partials, q, cu_seqlens, starts, query_len, num_partials, first_splits, p.combines,
+            kernel_gates, unrotated_v, attended,
+        )  # fmt: skip
     return finish_rotated(attended, gates, v, out) if rotates_later else out
 
 

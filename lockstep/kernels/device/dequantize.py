@@ -1,4 +1,4 @@
-# mypy: ignore-errors
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,annotation-unchecked"
 """Dequantization of single codes and of whole 32-bit words, in Triton and in inline PTX.
 
 Every code path below computes exactly round(fp32 definition of the format). The faster ones use

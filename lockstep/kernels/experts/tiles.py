@@ -15,16 +15,17 @@ MAX_UNSORTED_PAIRS = 128
 """Maximum pairs (token, slot) without a sort. Each CTA searches all pairs for those of its expert,
 in a block of 16 x 128 comparisons, 16 per thread."""
 MIN_EXPERTS_PER_PAIR = 2
-"""Experts per pair, without a sort, from which on down is read from memory about once.
+"""Minimum experts per pair without a sort: the down weights are then read from memory about once.
 
 Each token reads the down weights of its experts, even where another token chose the same. With
 random choices that is 1.27 times the bytes at P = E / 2, 1.58 times at P = E. Repeated reads come
 from L2, about 1.3 times as fast as memory (5.5 TB/s, an estimate): up to E / 2 they cost nothing,
 at 3 / 4 of E as much as the sort, the sum and one more launch (7 us), docs/kernels/experts.md."""
 MIN_EXPERTS_PER_QUANTIZED_PAIR = 8
-"""The same where down is quantized, counting slots padded to a power of two: each token dequantizes
-its experts. us on an H200 without and with a sort, of 4, 8 and 16 tokens: 35B-A3B
-in FP8 42 and 44, 70 and 67, 117 and 103; Nano, 6 slots, 82 and 74, 146 and 122."""
+"""Minimum experts per pair without a sort where the down weights are quantized.
+Each token dequantizes the weights of its experts. Slots are padded to a power of two. us on an H200
+without and with a sort, of 4, 8 and 16 tokens: 35B-A3B in FP8 42 and 44, 70 and 67, 117 and 103;
+Nano, 6 slots, 82 and 74, 146 and 122."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,8 @@ UNSORTED_TILES = Tiles(
 """Only the weights' bytes count: four stages of 16 KB are in flight while one is multiplied, and
 two CTAs of 100 KB fit a multiprocessor of 227 KB. An expert of 512 makes 16 CTAs, so 8 slots of one
 token are 128 for 132 multiprocessors. CTAs of down are short: more of them per multiprocessor are
-worth more than deeper pipelines. Quantized weights are alike, which one CTA dequantizes while
-others wait for theirs: with 3 stages instead of 5, 8 rows of 35B-A3B in FP8 take 69 us for 82."""
+worth more than deeper pipelines. The same holds for quantized weights: one CTA dequantizes while
+others wait for their loads. 8 rows of 35B-A3B in FP8 take 69 us with 3 stages, 82 us with 5."""
 SORTED_TILES = (
     (8, UNSORTED_TILES._replace(quantized_down=Tile(128, 16, 128, 4, 3))),
     (20, Tiles(*[Tile(64, 32, 128, 4, 4)] * 2, *[Tile(64, 32, 256, 4, 4)] * 2)),

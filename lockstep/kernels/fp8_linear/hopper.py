@@ -1,4 +1,4 @@
-# mypy: ignore-errors
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,annotation-unchecked"
 """fp8_linear on Hopper, in Gluon: the bits of kernels.py.
 
 A persistent CTA is warp-specialized: a producer warp copies blocks of 128 columns, codes of both
@@ -310,9 +310,13 @@ def fp8_gemm_hopper_kernel(
     )  # fmt: skip
 
 
+STAGES = {(16, 128): 11, (32, 128): 10, (64, 128): 8, (CTA_ROWS, 64): 8, (CTA_ROWS, 128): 6}
+"""Pipeline stages by (tokens, outputs) of a tile: the most that fit with the epilogue's buffer."""
+
+
 @dataclass(frozen=True)
 class HopperTile:
-    """Tile of tokens and outputs. It changes no bit.
+    """Tile of tokens and outputs, a key of STAGES. It changes no bit.
 
     Up to 64 tokens, 128 outputs are the left operand of wgmma. Otherwise 128 tokens are.
 
@@ -321,12 +325,14 @@ class HopperTile:
 
     tokens: int
     outputs: int
-    stages: int
     splits: bool
 
+    @property
+    def stages(self) -> int:
+        """Return the pipeline stages."""
+        return STAGES[self.tokens, self.outputs]
 
-STAGES = {(16, 128): 11, (32, 128): 10, (64, 128): 8, (CTA_ROWS, 64): 8, (CTA_ROWS, 128): 6}
-"""Pipeline stages by (tokens, outputs) of a tile: the most that fit with the epilogue's buffer."""
+
 NARROW = 64
 """Maximum tokens of a narrow tile."""
 BLOCK_TIMES = {(NARROW, 128): 0.39, (CTA_ROWS, 64): 0.31, (CTA_ROWS, 128): 0.46}
@@ -361,7 +367,7 @@ def _fastest_tile(
     """
     if tokens <= NARROW:
         size = next(size for size, _ in STAGES if tokens <= size)
-        return HopperTile(size, CTA_ROWS, STAGES[size, CTA_ROWS], splits=max_parts > 1)
+        return HopperTile(size, CTA_ROWS, splits=max_parts > 1)
 
     def expected_us(tile: HopperTile) -> float:
         parts = max_parts if tile.splits else 1
@@ -373,7 +379,7 @@ def _fastest_tile(
 
     sizes = [size for size in BLOCK_TIMES if size[0] == NARROW or size[1] <= max_outputs]
     splits = (True, False) if max_parts > 1 else (False,)
-    tiles = [HopperTile(*size, STAGES[size], split) for size in sizes for split in splits]
+    tiles = [HopperTile(*size, split) for size in sizes for split in splits]
     return min(tiles, key=expected_us)
 
 

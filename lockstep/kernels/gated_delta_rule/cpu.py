@@ -22,9 +22,9 @@ from lockstep.kernels.norm import gated_rms_norm
 from lockstep.kernels.recurrent.cpu import (
     Tokens,
     WriteStates,
+    add_rank_one,
     causal_convolution,
     open_window,
-    rank_one_update,
     replay,
     round_rows,
     split_chunks,
@@ -104,7 +104,7 @@ def _step_tokens(
     for t, (q_t, k_t, v_t, decay_t, beta_t) in enumerate(zip(q, k, v, decay, beta, strict=True)):
         flat.mul_(decay_t)
         u.append((v_t - torch.bmm(k_t, flat)).mul_(beta_t))
-        rank_one_update(flat, k_t, u[-1])
+        add_rank_one(flat, k_t, u[-1])
         out.append(torch.bmm(q_t, flat))
         round_rows(state, s, [start + t + 1 for start in starts])
         write_states(s, t)

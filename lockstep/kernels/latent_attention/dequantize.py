@@ -1,4 +1,4 @@
-# mypy: ignore-errors
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,annotation-unchecked"
 """Dequantization of latents ahead of a kernel that reads tiles of the model's dtype.
 
 attention/quantized_prefill_hopper.py does the same with keys and values, one page of a KV head per

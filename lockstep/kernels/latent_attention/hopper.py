@@ -1,4 +1,4 @@
-# mypy: ignore-errors
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,annotation-unchecked"
 """latent_attention on Hopper, in Gluon: triton.py's reduction tree, bit for bit.
 
 A CTA processes 64 (token, head) rows at a time, one work item after another. It is
@@ -643,9 +643,12 @@ def _launch(
     items *= column_parts
     # Persistent: one CTA per multiprocessor; shared memory has no room for two.
     ctas = min(items, num_sms)
-    f32 = dict(dtype=torch.float32, device=q_latent.device)
-    partials = [torch.empty(count * width, **f32) for width in (1, 1, LATENT.value)]
-    accumulators = torch.empty(ctas * 2 * 64 * LATENT.value, **f32)
+    device = q_latent.device
+    partials = [
+        torch.empty(count * width, dtype=torch.float32, device=device)
+        for width in (1, 1, LATENT.value)
+    ]
+    accumulators = torch.empty(ctas * 2 * 64 * LATENT.value, dtype=torch.float32, device=device)
     _latent_kernel[(ctas,)](
         tile_descriptor(q_latent.view(-1, LATENT.value), HALF.value),
         tile_descriptor(q_rope.view(-1, ROPE.value), ROPE.value),

@@ -1,4 +1,4 @@
-# mypy: ignore-errors
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,annotation-unchecked"
 """latent_attention in Triton: one split-KV flash attention for prompts, decoding and verification.
 
 The keys are cut into KV splits at absolute positions. Inside a split, tiles are added in ascending
@@ -421,8 +421,10 @@ def latent_attention_triton(
     chosen = partition or choose_partition(rows, query_len, heads, latent, num_keys, tile)
     num_partials = triton.cdiv(num_keys, chosen.unit) if chosen.unit else 0
     count = rows * query_len * heads * num_partials
-    f32 = dict(dtype=torch.float32, device=q_latent.device)
-    partials = [torch.empty(count * size, **f32) for size in (1, 1, latent)]
+    partials = [
+        torch.empty(count * size, dtype=torch.float32, device=q_latent.device)
+        for size in (1, 1, latent)
+    ]
     block_c = triton.next_power_of_2(max(latent, 16))
     block_r = triton.next_power_of_2(max(rope, 16))
     target = compile_target(q_latent.device)

@@ -1,4 +1,4 @@
-# mypy: ignore-errors
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,annotation-unchecked"
 """Inline PTX that dequantizes two words of a row at a time, for quantized_pipeline.py.
 
 A result register has two neighbouring columns in the model's dtype. Scales, zero points and

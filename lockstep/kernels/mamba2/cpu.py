@@ -16,9 +16,9 @@ from lockstep.kernels.mamba2 import (
 from lockstep.kernels.recurrent.cpu import (
     Tokens,
     WriteStates,
+    add_rank_one,
     causal_convolution,
     open_window,
-    rank_one_update,
     replay,
     round_rows,
     split_chunks,
@@ -77,7 +77,7 @@ def _step_tokens(
     flat = s.flatten(0, 1)
     for t, (b_t, c_t, u_t, decay_t) in enumerate(zip(b, c, u, decay, strict=True)):
         flat.mul_(decay_t)
-        rank_one_update(flat, b_t, u_t)
+        add_rank_one(flat, b_t, u_t)
         out.append(torch.bmm(c_t, flat))
         round_rows(state, s, [start + t + 1 for start in starts])
         write_states(s, t)

@@ -171,8 +171,10 @@ def open_window(
     committed: Tensor | None,
 ) -> Window:
     """Return the window of a step's arguments, mixed [Q, S, C]. history: R."""
-    where = (mixed, state, slots, starts, folded, history)
-    return Window(*where, flush) if committed is None else CommittedWindow(*where, committed)
+    arguments = (mixed, state, slots, starts, folded, history)
+    return (
+        Window(*arguments, flush) if committed is None else CommittedWindow(*arguments, committed)
+    )
 
 
 def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -210,7 +212,7 @@ def round_rows(state: RecurrentState, s: Tensor, tokens: Sequence[int]) -> None:
             s[row] = state.rounded(s[row])
 
 
-def rank_one_update(s: Tensor, k: Tensor, u: Tensor) -> None:
+def add_rank_one(s: Tensor, k: Tensor, u: Tensor) -> None:
     """Add k u^T to s [N, K, V] in place; k [N, 1, K], u [N, 1, V]."""
     # Replay and step call this one expression, so that both give the same bits.
     s.baddbmm_(k.transpose(1, 2), u)
@@ -255,7 +257,7 @@ def replay(
             range(max_count - 1, -1, -1), by_token, strict=True
         ):
             flat.mul_(decay_t)
-            rank_one_update(flat, k_t, u_t)
+            add_rank_one(flat, k_t, u_t)
             if state.grid > 1:
                 counts = starts - remaining
                 round_rows(state, s, counts.tolist())

@@ -10,7 +10,7 @@ position. So a draft only changes when a token is known.
 from torch import Tensor
 
 from lockstep.kernels.registry import op
-from lockstep.kernels.sampling.reference import _best, sample_by, sort_scores, uniform
+from lockstep.kernels.sampling.reference import REFERENCE_FUNCTIONS, sample_by
 from lockstep.kernels.sampling.shard import LogitShard
 from lockstep.kernels.sampling.state import SamplingState
 
@@ -45,6 +45,5 @@ def sample(
     score, noise included, is not finite: then all tokens are banned or overflow fp32.
     """
     return sample_by(
-        _best, uniform, sort_scores, logits, positions, drafts, row_ids, history, state, ids,
-        allowed, shard,
-    )  # fmt: skip
+        REFERENCE_FUNCTIONS, logits, positions, drafts, row_ids, history, state, ids, allowed, shard
+    )

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from lockstep.kernels.backends import numba_trait
 from lockstep.kernels.sampling import numba_kernels, sample
-from lockstep.kernels.sampling.reference import position_keys, sample_by, sort_scores
+from lockstep.kernels.sampling.reference import (
+    ScoreFunctions,
+    position_keys,
+    sample_by,
+    sort_scores,
+)
 from lockstep.kernels.simd.strides import address
 
 
@@ -50,4 +55,5 @@ def _sort(scores: Tensor) -> tuple[Tensor, Tensor]:
     return scores.gather(-1, indices), indices
 
 
-sample.backend("cpu", supports=numba_trait)(partial(sample_by, _find_best, _uniform, _sort))
+FUNCTIONS = ScoreFunctions(_find_best, _uniform, _sort)
+sample.backend("cpu", supports=numba_trait)(partial(sample_by, FUNCTIONS))

@@ -1,6 +1,7 @@
 """The steps of the reference of sample: masks, penalties, filters and noise."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -24,21 +25,25 @@ BLOCK = 512
 MANY = 32 * BLOCK
 """Minimum number of scores whose argmax is computed by blocks."""
 Word = TypeVar("Word", int, Tensor)
-FindBest = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Function with the results of _best."""
-Uniform = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Function with the results of uniform."""
-Sort = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Function with the results of sort_scores."""
 BITS = (torch.arange(256)[:, None] >> torch.arange(8) & 1).to(torch.uint8)
 OCTETS = BITS.view(torch.int64).flatten()
 """[256] int64: the bits of each byte value, lowest first, one byte per bit."""
 
 
+@dataclass(frozen=True)
+class ScoreFunctions:
+    """Functions over the scores of a vocabulary, with the bits of _best, uniform and sort_scores.
+
+    Only these differ between the reference and the CPU backend.
+    """
+
+    find_best: Callable[[Tensor], tuple[Tensor, Tensor]]
+    uniform: Callable[[Tensor, Tensor, Tensor], Tensor]
+    sort: Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
 def sample_by(
-    find_best: FindBest,
-    uniform_numbers: Uniform,
-    sort: Sort,
+    functions: ScoreFunctions,
     logits: Tensor,
     positions: Tensor,
     drafts: Tensor,
@@ -49,16 +54,12 @@ def sample_by(
     allowed: Tensor | None = None,
     shard: LogitShard | None = None,
 ) -> Tensor:
-    """Sample as lockstep.kernels.sampling.sample says.
-
-    find_best, uniform_numbers, sort: functions with the bits of _best, uniform and sort_scores.
-    Only these differ between the reference and the CPU backend.
-    """
+    """Sample as lockstep.kernels.sampling.sample says."""
     logits = logits.float()
     shard = shard or LogitShard(logits.shape[2:])
     local, local_ids = _local_logits(shard, logits, ids)
     # Greedy rows without flags are done after this one argmax; the loop redoes all other rows.
-    best, top = find_best(local)
+    best, top = functions.find_best(local)
     valid = top < torch.inf
     tokens = best if local_ids is None else local_ids[best]
     for s, row_flags in enumerate(state.flags[row_ids].tolist()):
@@ -77,9 +78,9 @@ def sample_by(
         for part, x, token_ids in _parts(logit_row, words, logit_ids):
             scores = _process(
                 x, part, positions[s], drafts[s], row, history, state, row_flags, token_ids,
-                shard.total, uniform_numbers, sort,
+                shard.total, functions,
             )  # fmt: skip
-            best, top[s, part] = find_best(scores)
+            best, top[s, part] = functions.find_best(scores)
             tokens[s, part] = best if token_ids is None else token_ids[best]
     top, tokens, valid = _best_of_ranks(shard, top, tokens, valid)
     return torch.where(valid & (top.abs() < torch.inf), tokens, -1)
@@ -189,8 +190,7 @@ def _process(
     flags: int,
     ids: Tensor | None,
     vocab: int,
-    uniform_numbers: Uniform,
-    sort: Sort,
+    functions: ScoreFunctions,
 ) -> Tensor:
     """Compute the scores [P, n], whose argmax is the sampled token, from logits x [P, n].
 
@@ -212,9 +212,10 @@ def _process(
     x = x / state.temperature[row]
     if flags & FILTERS:
         min_p = float(state.min_p[row])
-        x = _filter(x, min_p, int(state.top_k[row]), float(state.top_p[row]), vocab, sort)
+        top_k, top_p = int(state.top_k[row]), float(state.top_p[row])
+        x = _filter(x, min_p, top_k, top_p, vocab, functions)
     noise = torch.arange(x.shape[-1], device=x.device) if ids is None else ids
-    return x + _to_gumbel(uniform_numbers(state.seed[row], positions, noise))
+    return x + _to_gumbel(functions.uniform(state.seed[row], positions, noise))
 
 
 def _logit_indices(tokens: Tensor, ids: Tensor | None) -> Tensor:
@@ -265,7 +266,9 @@ def _penalise(
     return x - state.presence[row] * (counts > 0)
 
 
-def _filter(x: Tensor, min_p: float, top_k: int, top_p: float, vocab: int, sort: Sort) -> Tensor:
+def _filter(
+    x: Tensor, min_p: float, top_k: int, top_p: float, vocab: int, functions: ScoreFunctions
+) -> Tensor:
     """Ban the tokens that min_p, top_k and top_p exclude."""
     if min_p > 0:
         floor = x.amax(-1, keepdim=True) + torch.log(torch.tensor(min_p))
@@ -273,7 +276,7 @@ def _filter(x: Tensor, min_p: float, top_k: int, top_p: float, vocab: int, sort:
     if 0 < top_k < x.shape[-1]:
         x = x.masked_fill(x < x.topk(top_k).values[:, -1:], -torch.inf)
     if top_p < 1:
-        ordered, ids = sort(x)
+        ordered, ids = functions.sort(x)
         # Sums run over `vocab` scores, padded with -inf: the tree must not depend on len(x).
         padded = pad(ordered, (0, vocab - ordered.shape[-1]), value=-torch.inf)
         mass = torch.softmax(padded, -1).cumsum(-1)[:, : ordered.shape[-1]]
@@ -309,6 +312,9 @@ def uniform(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     bits = _mix(_mix(key ^ ids) ^ key) >> 9
     # 23 bits: (bits + 0.5) / 2^23 is exact in fp32, above 0 and below 1.
     return bits.float().add_(0.5).mul_(2.0**-23)
+
+
+REFERENCE_FUNCTIONS = ScoreFunctions(_best, uniform, sort_scores)
 
 
 def position_keys(seed: Tensor, positions: Tensor) -> list[int]:

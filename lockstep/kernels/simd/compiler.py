@@ -1,4 +1,4 @@
-# mypy: ignore-errors
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,annotation-unchecked"
 """Compilation of CPU kernels, once per user and machine: their machine code is kept on disk."""
 
 from numba import njit

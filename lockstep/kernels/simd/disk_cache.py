@@ -1,4 +1,4 @@
-# mypy: ignore-errors
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,annotation-unchecked"
 """Cache of machine code on disk, shared by all copies of the package that a user has.
 
 Numba's own cache is in each copy's folders, so every new clone, environment and container compiles

@@ -61,8 +61,8 @@ def prepare_step_kernel(
         num_committed = tl.minimum(tl.maximum(remaining, 1), query_len)
     # Forced tokens are drafts that the history has already. A row with any has no other drafts.
     limit = tl.where(num_committed > 1, 0, tl.load(draft_limit + row))
-    wanted = drafted & (lane <= tl.minimum(limit, max_drafts))
-    draft = tl.load(table_drafts + lane - 1, mask=wanted, other=-1)
+    is_proposed = drafted & (lane <= tl.minimum(limit, max_drafts))
+    draft = tl.load(table_drafts + lane - 1, mask=is_proposed, other=-1)
     token = tl.load(history + tl.minimum(position, length - 1), mask=live, other=0)
     draft = tl.where(drafted & (lane < num_committed), token, draft)
     slot = slot_at(table_pages, tl.where(live, position, 0), columns, page_size)

@@ -184,11 +184,11 @@ class Llama(Settings):
 
     def settings(self) -> dict[str, Any]:
         """Return the settings; biases exist if the first layer has them."""
-        first = self.model.tensors
+        tensors = self.model.tensors
         return {
             **super().settings(),
-            "attention_bias": "blk.0.attn_q.bias" in first,
-            "mlp_bias": "blk.0.ffn_gate.bias" in first,
+            "attention_bias": "blk.0.attn_q.bias" in tensors,
+            "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
         }
 
 

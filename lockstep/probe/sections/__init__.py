@@ -23,7 +23,7 @@ from lockstep.probe.sections import (
 from lockstep.probe.session import Session
 
 
-class Entry(NamedTuple):
+class SectionEntry(NamedTuple):
     """Section of a probe. weight: share of the remaining seconds, relative to later sections."""
 
     title: str
@@ -32,16 +32,16 @@ class Entry(NamedTuple):
 
 
 SECTIONS = {
-    "protocol": Entry("Protocol", 1, protocol.run),
-    "logprobs": Entry("Log-probabilities", 1, logprobs.run),
-    "determinism": Entry("Determinism", 5, determinism.run),
-    "stop": Entry("Stop strings", 1, stop_strings.run),
-    "sampling": Entry("Seeded sampling", 1, sampling.run),
-    "json": Entry("JSON", 2, json_output.run),
-    "tools": Entry("Tool calls", 5, tool_calls.run),
-    "repetition": Entry("Repetition", 2, repetition.run),
-    "speed": Entry("Speed", 3, speed.run),
-    "needle": Entry("Needle ladder", 4, needle.run),
-    "drift": Entry("Drift", 1, drift.run),
+    "protocol": SectionEntry("Protocol", 1, protocol.run),
+    "logprobs": SectionEntry("Log-probabilities", 1, logprobs.run),
+    "determinism": SectionEntry("Determinism", 5, determinism.run),
+    "stop": SectionEntry("Stop strings", 1, stop_strings.run),
+    "sampling": SectionEntry("Seeded sampling", 1, sampling.run),
+    "json": SectionEntry("JSON", 2, json_output.run),
+    "tools": SectionEntry("Tool calls", 5, tool_calls.run),
+    "repetition": SectionEntry("Repetition", 2, repetition.run),
+    "speed": SectionEntry("Speed", 3, speed.run),
+    "needle": SectionEntry("Needle ladder", 4, needle.run),
+    "drift": SectionEntry("Drift", 1, drift.run),
 }
 """Sections by the name that --sections has for them."""

@@ -43,7 +43,9 @@ class Period:
     Speeds are in tokens per second, times in milliseconds, rates from 0 to 1.
     acceptance_length: mean tokens per row and step with drafts.
     accepted_at: acceptance rate by draft position.
-    floor_ms: roofline time of a decode step. over_floor: step time relative to it.
+    step_ms: mean time of a decode step. floor_ms: its roofline time. over_floor: their ratio.
+    first_token_ms, next_token_ms: mean time to the first token, and between tokens.
+    prefix_hits: share of prompt tokens that were cached.
     """
 
     seconds: float | None

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from lockstep.scheduling.grammar import Fill, Grammar, Wanted
+from lockstep.scheduling.grammar import Fill, Grammar, GrammarMasks
 from lockstep.text.grammars.number_limits import JsonReader, JsonState, NumberLimit
 from lockstep.text.tokenizers.tokenizer import Tokenizer
 
@@ -167,17 +167,13 @@ class Compiler:
         """Build the vocabulary's tree ahead of the first grammar: 1 s for 250,000 tokens."""
         self._tokens()
 
-    def fill(self, wanted: Sequence[Wanted["Compiled"]], memory: memoryview) -> None:
+    def fill(self, requested: Sequence[GrammarMasks["Compiled"]], memory: memoryview) -> None:
         """Compute the masks of a step for grammars of this compiler (see Fill).
 
         Raises: ValueError if the memory does not have the shape of the masks.
         """
         masks = Masks(memory, self.mask_bytes)
-        jobs = [
-            job
-            for request in wanted
-            for job in request.grammar.begin(request.drafts, request.first, masks)
-        ]
+        jobs = [job for one in requested for job in one.grammar.begin(one.drafts, one.first, masks)]
         self._compute(jobs, masks)
         for job in jobs:
             job.matcher.finish(job, masks)

@@ -107,14 +107,14 @@ def _token_names(settings: Mapping[str, Any]) -> set[str]:
     }
 
 
-def _check_prefix(path: Path, wanted: object, fast: Fast) -> None:
+def _check_prefix(path: Path, add_prefix_space: object, fast: Fast) -> None:
     """Raise CheckpointError unless tokenizer.json treats a leading blank as the setting says."""
-    if wanted is None:
+    if add_prefix_space is None:
         return
     text = fast.normalizer.normalize_str("a") if fast.normalizer else "a"
     # The first piece of "a" shows whether any step writes a blank before it.
     words = fast.pre_tokenizer.pre_tokenize_str(text) if fast.pre_tokenizer else [(text, (0, 1))]
     prefixed = bool(words) and words[0][0] != "a"
-    if wanted is not prefixed:
+    if add_prefix_space is not prefixed:
         allowed = f"{str(prefixed).lower()}, as tokenizer.json does, or null"
-        raise choice_error(CheckpointError, f"{path} {PREFIX}", wanted, allowed, REMEDY)
+        raise choice_error(CheckpointError, f"{path} {PREFIX}", add_prefix_space, allowed, REMEDY)

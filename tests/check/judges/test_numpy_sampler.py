@@ -73,7 +73,7 @@ def test_reference_accepts_only_the_engines_token(options: dict[str, Any]) -> No
         assert len(accepted) <= 1, "at most one other token is as good, by rounding"
 
 
-def test_of_equal_logits_the_first_token_wins() -> None:
+def test_ties_of_logits_choose_the_first_token() -> None:
     raw = np.zeros(V)
     raw[[7, 20, 30]] = 3.0
     context = numpy_sampler.TokenContext(PROMPT, [], EOS_IDS)

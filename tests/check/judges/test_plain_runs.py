@@ -34,7 +34,7 @@ def test_wrong_ranks_are_named() -> None:
     assert "above 1" in str(wrong_prompt((5, -0.1, 1), (7, -0.1, 2), (20, -3.0, 3)))
 
 
-def test_template_may_ignore_that_no_thought_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_may_ignore_disabled_thinking(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = PlainRuns(build_plain(None, {}))
     processor = plain.llm.processor
     render = processor.conversation

@@ -132,7 +132,7 @@ def test_an_interruption_keeps_the_engines_that_were_done(
 ) -> None:
     """The interruption comes when the second of two engines starts."""
 
-    def progress(what: str, done: int, of: int) -> None:
+    def progress(what: str, done: int, total: int) -> None:
         if done == 1:
             raise KeyboardInterrupt
 

@@ -33,7 +33,7 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.grammar import FillMasks
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import PageGrant, PromptChunk, Results, RowResult, Schedule
-from lockstep.scheduling.scheduler import Entry, Scheduler
+from lockstep.scheduling.scheduler import ScheduledRequest, Scheduler
 from lockstep.worker import executor
 from lockstep.worker.row_table import RowTable
 from lockstep.worker.worker import Worker
@@ -74,7 +74,7 @@ def test_pages_of_a_preempted_row_do_not_go_to_another(
     play(preemption_scenario(5))
     preempt = Scheduler._preempt
 
-    def keeping(self: Scheduler, plan: Schedule, entry: Entry) -> None:
+    def keeping(self: Scheduler, plan: Schedule, entry: ScheduledRequest) -> None:
         grants = plan.grants
         preempt(self, plan, entry)
         plan.grants = grants
@@ -229,7 +229,7 @@ def test_cached_pages_must_match_prompt_and_salt() -> None:
             invariants.check(replace(schedule, admissions=[wrong]))
 
 
-def test_a_snapshot_lies_within_its_chunk() -> None:
+def test_a_snapshot_is_within_its_chunk() -> None:
     invariants, schedule = first_schedule(list(range(100)))
     (chunk,) = schedule.prompt
     with pytest.raises(InvariantError, match="a chunk from 64 to 104 writes a snapshot at 64"):

@@ -62,6 +62,7 @@ from lockstep.scheduling.scheduler import Scheduler
 from lockstep.step import PAGE_SIZE
 from lockstep.worker.executor import worker_of
 from lockstep.worker.worker import LaunchedRow, Worker
+from tests.bundled_model import make_engine
 from tests.check.faulty import flip_last_logit_bit
 
 DRAFTERS = tuple(spec.DRAFTERS)
@@ -511,3 +512,13 @@ def test_inventory_finds_every_tensor_of_rows_and_units(
     worker.forgotten = torch.zeros(table.page_table.shape[0], 5)  # type: ignore[attr-defined]
     tensors, _ = rows_and_units(worker)
     assert any(tensor is worker.forgotten for tensor in tensors)
+
+
+def test_inventory_tells_state_slots_from_as_many_rows() -> None:
+    """Slot 0 is poisoned as well, and row 0 never."""
+    worker = worker_of(make_engine("mtp", num_snapshots=0).engine)
+    assert worker.plan.num_slots == worker.table.page_table.shape[0]
+    rows, units = rows_and_units(worker)
+    slots = {tensor.data_ptr() for tensor in worker.state}
+    assert slots <= {tensor.data_ptr() for tensor in units}
+    assert not slots & {tensor.data_ptr() for tensor in rows}

@@ -637,7 +637,7 @@ def test_power_loss_makes_later_events_uncertain(
         ("/v1/chat/completions/chatcmpl-1", {"Last-Event-ID": "chatcmpl-2:5"}, 400, "of another"),
     ],
 )
-def test_what_is_not_kept_is_a_clear_error(
+def test_unavailable_events_are_a_clear_error(
     servers: Servers, url: str, headers: dict[str, str], status: int, message: str
 ) -> None:
     async def work() -> None:

@@ -136,7 +136,9 @@ def loaded() -> Stats:
 
 
 @pytest.mark.parametrize("gateway", GATEWAYS)
-def test_gateways_find_what_they_read(gateway: str, server: Any, processor: Processor) -> None:
+def test_gateways_find_the_metrics_that_they_read(
+    gateway: str, server: Any, processor: Processor
+) -> None:
     metrics = Metrics("tiny", "vllm", cache=SIZES, adapters=ADAPTERS)
     metrics.observe(finished_record())
     metrics.read(loaded())

@@ -39,7 +39,7 @@ def samples(metrics: Metrics) -> dict[tuple[str, str], float]:
     }
 
 
-def test_present_replicas_are_exported_beside_their_sums() -> None:
+def test_present_replicas_are_exported_next_to_their_sums() -> None:
     source = Source()
     metrics = Metrics("model", "vllm")
     metrics.registry.register(ReplicaCollector("model", "vllm", source))

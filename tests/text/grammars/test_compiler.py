@@ -11,7 +11,7 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits
 
 from lockstep.sampling_params import StructuredOutputsParams
-from lockstep.scheduling.grammar import Grammar, Wanted
+from lockstep.scheduling.grammar import Grammar, GrammarMasks
 from lockstep.text.grammars.compiler import (
     ROW_ITEMS,
     AfterReasoning,
@@ -382,7 +382,7 @@ def test_masks_are_written_within_bounds(compiler: Compiler) -> None:
     for shape, first in (([3, size], 1), ([3, size], 3), ([6, size // 2], 0)):
         view = memoryview(memory)[: shape[0] * shape[1]].cast("B", shape=shape)
         with pytest.raises(ValueError, match="allowed: "):
-            compiler.fill([Wanted(following, [5, 6], first)], view)
+            compiler.fill([GrammarMasks(following, [5, 6], first)], view)
     assert not any(memory)
 
 

@@ -87,10 +87,10 @@ class IntWeight(QuantizedWeight):
         self.words.random_(-(2**31), 2**31, generator=generator)
         middle = 2 ** (self.bits - 1)
         spread = (2**self.bits) / 12**0.5
-        wanted = DUMMY_SCALE * self.k**-0.5 / spread
+        scale = DUMMY_SCALE * self.k**-0.5 / spread
         self.scales.copy_(
             torch.empty(self.scales.shape, device=self.device).uniform_(
-                0.8 * wanted, 1.2 * wanted, generator=generator
+                0.8 * scale, 1.2 * scale, generator=generator
             )
         )
         if self.zeros is not None:
