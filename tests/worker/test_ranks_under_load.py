@@ -25,13 +25,18 @@ from lockstep.worker.worker import LaunchedStep, Worker
 from tests import engine_factories
 from tests.engine_factories import EngineAndGrammars, Progress, run, wait_until_empty
 from tests.forked_processes import forked_children
+from tests.tiny_model import TWO_LAYERS, make_model
 
 ROWS = 2
 REQUESTS = 6
 STEP_SECONDS = 60.0
 SHORT = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
-LONG = replace(SHORT, max_tokens=60)
-SETTINGS = {"max_model_len": 2048, "max_num_seqs": ROWS, "num_gpu_blocks": ROWS * 33}
+LONG = replace(SHORT, max_tokens=100)
+SETTINGS: dict[str, Any] = {
+    "max_model_len": 2048,
+    "max_num_seqs": ROWS,
+    "num_gpu_blocks": ROWS * 33,
+}
 STEPS_BEFORE = 10
 """Decode steps before a rank runs out of memory."""
 
@@ -76,7 +81,7 @@ def second_rank(engine: int) -> int:
 def make_request(number: int) -> Request:
     """Return a request; the first ROWS are long and occupy all rows when the rank ends."""
     params = LONG if number < ROWS else SHORT
-    prompt = [300 + (number * 31 + i * i) % 1000 for i in range(40)]
+    prompt = [5 + (number * 31 + i * i) % 300 for i in range(40)]
     return Request(f"request {number}", prompt, replace(params, seed=number), seed=number)
 
 
@@ -111,13 +116,15 @@ def test_all_requests_are_answered_after_a_rank_has_ended(
     fault: Any, cause: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = []
-    llm = LLM(**SETTINGS)
+    model = make_model(tmp_path / "model", **TWO_LAYERS)  # few exchanges, for busy machines
+    settings = {**SETTINGS, "model": str(model), "load_format": "dummy"}
+    llm = LLM(**settings)
     for number in range(REQUESTS):
         request = make_request(number)
         params = replace(request.params, detokenize=False)
         (output,) = llm.generate({"prompt_token_ids": request.prompt_token_ids}, params)
         expected.append(output.outputs[0].token_ids)
-    settings = {**SETTINGS, "tensor_parallel_size": 2}
+    settings |= {"tensor_parallel_size": 2}
     make = partial(engine_factories.plain, settings)
     if fault == "memory":
         make = partial(short_of_memory, settings, tmp_path / "made")
