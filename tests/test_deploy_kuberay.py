@@ -76,6 +76,14 @@ def test_the_server_shares_the_session_of_the_head() -> None:
     assert shared.items() <= mounts.items()
 
 
+def test_the_server_has_the_token_of_the_cluster() -> None:
+    assert CLUSTER["spec"]["authOptions"] == {"mode": "token"}
+    variables = {one["name"]: one for one in SERVER["env"]}
+    assert variables["RAY_AUTH_MODE"]["value"] == "token"
+    secret = variables["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"]
+    assert secret == {"name": CLUSTER["metadata"]["name"], "key": "auth_token"}
+
+
 def test_the_service_finds_the_head() -> None:
     assert SERVICE["spec"]["selector"].items() - HEAD["metadata"]["labels"].items() == {
         ("ray.io/node-type", "head")
