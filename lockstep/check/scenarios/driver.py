@@ -1,5 +1,6 @@
 """Driver of a scenario: steps an engine, and disturbs its requests in the phases that they name."""
 
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ from lockstep.check.scenarios.scenario import (
     ScenarioRequest,
 )
 from lockstep.engine.engine import Engine
+from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import Results, RowSpec
 from lockstep.step import StepShape
 from lockstep.worker.executor import worker_of
@@ -39,6 +42,9 @@ from lockstep.worker.worker import LaunchedStep
 
 MAX_STEPS = 3000
 """Maximum steps of a scenario; one that takes longer is a failure."""
+CROWD = 80
+"""Requests that are added and aborted with each arrival under priorities. They are more than a
+waiting queue removes without rebuilding itself."""
 ABORTED = "aborted completions"
 ABORTED_IN_HOST_MEMORY = "completions aborted in host memory"
 REUSED_IDS = "ids used again"
@@ -153,10 +159,14 @@ class Driver:
         Raises what the engine raises, and InvariantError.
         """
         waiting = sorted(completions, key=lambda one: one.request.arrival)
+        rng = random.Random("crowds")
         with self._failing(), checked_returns(self.engine):
             for step in range(MAX_STEPS):
+                num_waiting = len(waiting)
                 while waiting and waiting[0].request.arrival <= step:
                     self._add(waiting.pop(0))
+                if len(waiting) < num_waiting and self.scheduler.policy == "priority":
+                    self._abort_crowd(rng)
                 for progress in list(self._latest.values()):
                     self._disturb(progress)
                     if progress.has_ended and progress.again:
@@ -181,6 +191,21 @@ class Driver:
         for known in (self.scheduler.returned, self.scheduler.resumptions):
             known.pop(progress.id, None)
         self.engine.add(progress.completion.request)
+
+    def _abort_crowd(self, rng: random.Random) -> None:
+        """Add requests of random priorities, and abort them before the next schedule.
+
+        The requests that wait must keep their order. Raises InvariantError.
+        """
+        crowd = [
+            Request(f"crowd-{number}", [1], SamplingParams(max_tokens=1), rng.randrange(-3, 4))
+            for number in range(CROWD)
+        ]
+        for request in crowd:
+            self.engine.add(request)
+        for request in rng.sample(crowd, CROWD):
+            if self.engine.abort(request.id) is None:
+                raise InvariantError(f"request {request.id} cannot be aborted while it waits")
 
     def _step(self) -> None:
         """Run one iteration of the engine, and recover from an injected error as a server does."""

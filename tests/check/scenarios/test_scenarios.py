@@ -59,6 +59,7 @@ from lockstep.cli import app
 from lockstep.errors import ConfigError
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.scheduler import Scheduler
+from lockstep.scheduling.waiting_queue import WaitingQueue
 from lockstep.step import PAGE_SIZE
 from lockstep.worker.executor import worker_of
 from lockstep.worker.worker import LaunchedRow, Worker
@@ -450,6 +451,25 @@ def test_preempted_request_returns_under_another_row_or_later(
     # In the answer both run, and exchange their rows. In the prompt the other one waits.
     expected = 2 if phase == IN_ANSWER else 1
     assert returns != ANOTHER_ROW or events[OTHER_ROWS] == expected
+
+
+def test_queue_that_loses_its_order_when_it_is_rebuilt_is_named(
+    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = tuple(replace(OTHER, priority=priority) for priority in (2, 1, 0))
+    scenario = Scenario(Kind(), Limits(rows=1, policy="priority"), requests)
+    play(plain, build_kind, scenario)
+    remove = WaitingQueue.remove
+
+    def rebuilt_by_arrival(queue: Any, entry: Any) -> None:
+        before = len(queue._heap)
+        remove(queue, entry)
+        if len(queue._heap) < before:
+            queue._heap = list(queue._entries)
+
+    monkeypatch.setattr(WaitingQueue, "remove", rebuilt_by_arrival)
+    difference = Examiner(plain, build_kind).examine(scenario).difference
+    assert difference is not None and "got rows in this order, against" in difference.what
 
 
 @pytest.mark.parametrize("returns", [ANOTHER_ROW, LATER])
