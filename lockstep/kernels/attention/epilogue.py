@@ -14,6 +14,7 @@ from torch import Tensor
 from lockstep.kernels.device.activations import sigmoid
 from lockstep.kernels.device.hadamard import rotate_back
 from lockstep.kernels.formats.kv.launch import KVOperand
+from lockstep.kernels.integers import ceil_div
 
 CTA_TOKENS = 16
 """Tokens of a CTA that rotates back."""
@@ -66,7 +67,7 @@ def _rotate_back_kernel(
 def finish_rotated(attended: Tensor, gates: Tensor | None, v: KVOperand, out: Tensor) -> Tensor:
     """Rotate attended [T, H, D] fp32 back out of v's rotation, round and gate it into out."""
     tokens, heads, dim = attended.shape
-    _rotate_back_kernel[(triton.cdiv(tokens, CTA_TOKENS), heads, triton.cdiv(dim, CTA_COLUMNS))](
+    _rotate_back_kernel[(ceil_div(tokens, CTA_TOKENS), heads, ceil_div(dim, CTA_COLUMNS))](
         attended, gates, out, tokens, 0 if gates is None else gates.stride(0), v.layer_constant,
         heads, dim, CTA_TOKENS, CTA_COLUMNS, gates is not None, v.rotation_block, num_warps=4,
         enable_fp_fusion=False,

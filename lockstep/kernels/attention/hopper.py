@@ -13,7 +13,6 @@ the split's output is computed 128 columns at a time. See docs/kernels/attention
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -53,6 +52,7 @@ from lockstep.kernels.backends import resolve_architecture
 from lockstep.kernels.device.ragged_rows import row_of
 from lockstep.kernels.device.softmax import LOG2E, NO_SCORE, combine_sums
 from lockstep.kernels.device.tiles import FLAT, SWIZZLED
+from lockstep.kernels.integers import ceil_div
 
 CTA_ROWS = 128
 """Rows of a CTA: two warpgroups of 64, the M of a wgmma."""
@@ -417,7 +417,7 @@ def launch_prefill(
     if kernel_gates is not None:
         gate_stride = kernel_gates.stride(0)
         kernel_gates = kernel_gates[:, 2 * first * group * dim :]
-    _prefill_kernel[(rows * cache_kv_heads, triton.cdiv(query_len * group, CTA_ROWS))](
+    _prefill_kernel[(rows * cache_kv_heads, ceil_div(query_len * group, CTA_ROWS))](
         q[:, first * group :], *cache_descriptors(k_cache, v_cache), page_table, cu_seqlens, starts,
         kernel_gates, out[:, first * group :],
         scale * LOG2E, page_table.stride(0), gate_stride,

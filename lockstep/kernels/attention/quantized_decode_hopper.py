@@ -12,7 +12,6 @@ combine kernel of triton.py. See docs/kernels/attention.md.
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,6 +25,7 @@ from lockstep.kernels.device.mma_layouts import LEFT_OPERAND, MMA_LAYOUT, RIGHT_
 from lockstep.kernels.device.softmax import LOG2E, NO_SCORE
 from lockstep.kernels.formats.kv import QuantizedKV
 from lockstep.kernels.formats.kv.launch import kv_operand
+from lockstep.kernels.integers import next_power_of_2
 
 CTAS_PER_SM = 8
 """Resident warps of a multiprocessor: the number whose registers fit at 255 a thread. 8B, 8 x 1,
@@ -273,7 +273,7 @@ def choose_division(
     count: (token, query head) rows of a KV head. As many CTAs as are resident at once: registers
     are the limit.
     """
-    block_rows = max(8, triton.next_power_of_2(count))
+    block_rows = max(8, next_power_of_2(count))
     ctas_per_row = max(1, min(num_splits, CTAS_PER_SM * num_sms // (rows * kv_heads)))
     return WorkDivision(block_rows, ctas_per_row, 255)
 

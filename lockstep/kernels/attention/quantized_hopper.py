@@ -11,7 +11,6 @@ through quantized_decode_hopper.py. See docs/kernels/attention.md.
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -52,6 +51,7 @@ from lockstep.kernels.device.softmax import LOG2E, NO_SCORE, exponentiate
 from lockstep.kernels.device.tiles import FLAT, SWIZZLED, zero_tail_rows
 from lockstep.kernels.formats.kv import KVCache, QuantizedKV
 from lockstep.kernels.formats.kv.launch import kv_operand
+from lockstep.kernels.integers import next_power_of_2
 
 MAX_ROWS = {128: 64, 256: 32}
 """Maximum (token, query head) rows by head dim: the accumulator that one warpgroup's registers
@@ -410,7 +410,7 @@ def choose_shape(
     count: (token, query head) rows of a KV head. num_sms: multiprocessors of the GPU, which CTAs
     fill once, one on each.
     """
-    block_rows = max(16, triton.next_power_of_2(count))
+    block_rows = max(16, next_power_of_2(count))
     ctas_per_row = max(1, min(num_splits, num_sms // (rows * kv_heads)))
     wide = dim == 256
     # 512 // dim stages of K and V fill the shared memory.

@@ -19,6 +19,7 @@ from lockstep.kernels.device.kv_tile import load_kv_tile
 from lockstep.kernels.device.ragged_rows import row_of
 from lockstep.kernels.formats.kv import QuantizedKV
 from lockstep.kernels.formats.kv.launch import KVOperand, kv_operand
+from lockstep.kernels.integers import ceil_div
 
 SCRATCH_BYTES = 160 << 20
 """Maximum bytes of the scratch. One row and KV head may exceed it.
@@ -67,7 +68,7 @@ def _group_sizes(q: Tensor, page_table: Tensor, kv_heads: int) -> tuple[int, int
     heads_that_fit = max(1, SCRATCH_BYTES // head_bytes)
     if heads_that_fit >= kv_heads:
         return heads_that_fit // kv_heads, kv_heads
-    return 1, triton.cdiv(kv_heads, triton.cdiv(kv_heads, heads_that_fit))
+    return 1, ceil_div(kv_heads, ceil_div(kv_heads, heads_that_fit))
 
 
 def paged_attention_quantized_prefill(

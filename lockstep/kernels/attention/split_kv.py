@@ -9,7 +9,6 @@ triton.py combines the partials.
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,6 +18,7 @@ from lockstep.kernels.attention.triton import empty_partials
 from lockstep.kernels.attention.warpgroup import TILES_PER_SPLIT
 from lockstep.kernels.device.ragged_rows import row_of
 from lockstep.kernels.formats.kv import QuantizedKV
+from lockstep.kernels.integers import ceil_div
 
 
 @gluon.jit
@@ -97,7 +97,7 @@ class SplitKVSizes(NamedTuple):
         _, heads, dim = q.shape
         _, page, kv_heads, _ = k_cache.shape
         count = query_len * (heads // kv_heads)
-        num_splits = triton.cdiv(page_table.shape[1] * page, KV_SPLIT)
+        num_splits = ceil_div(page_table.shape[1] * page, KV_SPLIT)
         return cls(starts.shape[0], heads, kv_heads, dim, count, num_splits)
 
     def head_sizes(self) -> tuple[int, int, int]:

@@ -37,6 +37,7 @@ from lockstep.kernels.formats.kv.launch import (
     quantized_token_bytes,
     unsupported_cache,
 )
+from lockstep.kernels.integers import ceil_div, next_power_of_2
 
 MAX_PARTIAL_BYTES = 1 << 29
 """Maximum bytes of partials for the combine kernel. Longer spans need fewer partials."""
@@ -384,10 +385,10 @@ def choose_partition(
     """
     query_rows = query_len * (heads // kv_heads)
     row_heads = rows * kv_heads
-    block_rows = min(64, max(16, triton.next_power_of_2(query_rows)))
+    block_rows = min(64, max(16, next_power_of_2(query_rows)))
     # Fewer than 12 CTAs: smaller blocks spread a short step over more of them.
-    block_rows = block_rows if row_heads * triton.cdiv(query_rows, block_rows) >= 12 else 16
-    ctas = row_heads * triton.cdiv(query_rows, block_rows)
+    block_rows = block_rows if row_heads * ceil_div(query_rows, block_rows) >= 12 else 16
+    ctas = row_heads * ceil_div(query_rows, block_rows)
     partial_bytes = rows * query_len * heads * (dim + 2) * 4
     # From 96 CTAs on the GPU is busy without splitting rows further.
     combines = ctas >= 96
@@ -398,11 +399,9 @@ def choose_partition(
         # Longer first spans until the remaining partials fit.
         while partial_bytes * (num_splits - span_splits + 1) > MAX_PARTIAL_BYTES:
             span_splits *= 2
-    parallel_spans = min(
-        triton.cdiv(num_splits, span_splits), max(triton.cdiv(TARGET_CTAS, ctas), 8)
-    )
+    parallel_spans = min(ceil_div(num_splits, span_splits), max(ceil_div(TARGET_CTAS, ctas), 8))
     num_warps = 8 if block_rows == 64 else 4
-    row_bytes = triton.next_power_of_2(max(dim, 16)) * dtype.itemsize
+    row_bytes = next_power_of_2(max(dim, 16)) * dtype.itemsize
     stage_bytes = 2 * keys_per_tile(dtype) * row_bytes  # keys and values
     fixed_bytes = (16 if dtype == torch.float32 else block_rows) * row_bytes
     max_stages = 2 if block_rows == 64 else 3
@@ -441,12 +440,12 @@ def paged_attention_triton(
     is_fp32 = q.dtype == torch.float32
     if not len(q):
         return out
-    num_splits = triton.cdiv(page_table.shape[1] * page, KV_SPLIT)
+    num_splits = ceil_div(page_table.shape[1] * page, KV_SPLIT)
     arch = architecture.sm_number(q.device)
     quantized_bytes = quantized_token_bytes(k_cache, v_cache)
     sizes = (rows, query_len, heads, kv_heads, dim, num_splits)
     p = partition or choose_partition(*sizes, q.dtype, arch, quantized_bytes)
-    block_dim = triton.next_power_of_2(max(dim, 16))
+    block_dim = next_power_of_2(max(dim, 16))
     block_rows = 16 if is_fp32 else p.block_rows
     tile_keys = keys_per_tile(q.dtype)
     first_splits = p.span_splits if p.combines else 1  # splits of the first partial
@@ -455,7 +454,7 @@ def paged_attention_triton(
     )
     partials = empty_partials(rows * query_len * heads * num_partials, dim, q.device)
     gate_stride = gates.stride(0) if gates is not None else 0
-    blocks = triton.cdiv(query_len * (heads // kv_heads), block_rows)
+    blocks = ceil_div(query_len * (heads // kv_heads), block_rows)
     target = compile_target(q.device)
     k = kv_operand(k_cache, q.dtype, target)
     v = kv_operand(v_cache, q.dtype, target)
@@ -508,7 +507,7 @@ def combine_partials(
     and wrote the tokens that need no other partial.
     """
     _, heads, dim = q.shape
-    block_dim = triton.next_power_of_2(max(dim, 16))
+    block_dim = next_power_of_2(max(dim, 16))
     columns = min(block_dim, COMBINE_COLUMNS)
     gate_stride = gates.stride(0) if gates is not None else 0
     _combine_kernel[(starts.shape[0], query_len * heads, block_dim // columns)](

@@ -1,7 +1,6 @@
 """Launchers of the drafters' ops in Triton."""
 
 import torch
-import triton
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
@@ -23,6 +22,7 @@ from lockstep.kernels.drafting.kernels import (
     predicted_follow_kernel,
     predicted_match_kernel,
 )
+from lockstep.kernels.integers import ceil_div, next_power_of_2
 
 ROW_BLOCK = 64
 """Rows or tokens of a CTA."""
@@ -46,7 +46,7 @@ def mtp_inputs_triton(
     next_tokens = torch.empty_like(positions)
     last = torch.empty_like(row_ids)
     sample_at = row_ids.new_empty(rows, 1)
-    mtp_inputs_kernel[(triton.cdiv(max(rows, tokens), ROW_BLOCK),)](
+    mtp_inputs_kernel[(ceil_div(max(rows, tokens), ROW_BLOCK),)](
         history=history,
         row_ids=row_ids,
         token_rows=token_rows,
@@ -178,7 +178,7 @@ def ngram_lookup_triton(
     rows = row_ids.shape[0]
     length = history.shape[1]
     num_texts = texts.shape[0]
-    blocks = triton.cdiv(length, HISTORY_BLOCK) + triton.cdiv(num_texts, HISTORY_BLOCK)
+    blocks = ceil_div(length, HISTORY_BLOCK) + ceil_div(num_texts, HISTORY_BLOCK)
     matches = row_ids.new_empty(rows, blocks)
     match_kernel[(rows, blocks)](
         history=history,
@@ -207,8 +207,8 @@ def ngram_lookup_triton(
         stride=drafts.stride(0),
         count=count,
         blocks=blocks,
-        BLOCKS=triton.next_power_of_2(blocks),
-        LANES=triton.next_power_of_2(count),
+        BLOCKS=next_power_of_2(blocks),
+        LANES=next_power_of_2(count),
         num_warps=1,
     )
 
@@ -231,7 +231,7 @@ def prediction_lookup_triton(
         return
     rows = row_ids.shape[0]
     width = texts.shape[1]
-    blocks = triton.cdiv(width, HISTORY_BLOCK)
+    blocks = ceil_div(width, HISTORY_BLOCK)
     matches = row_ids.new_empty(rows, blocks)
     predicted_match_kernel[(rows, blocks)](
         history=history,
@@ -260,7 +260,7 @@ def prediction_lookup_triton(
         stride=drafts.stride(0),
         count=count,
         blocks=blocks,
-        BLOCKS=triton.next_power_of_2(blocks),
-        LANES=triton.next_power_of_2(count),
+        BLOCKS=next_power_of_2(blocks),
+        LANES=next_power_of_2(count),
         num_warps=1,
     )

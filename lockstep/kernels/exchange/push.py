@@ -5,7 +5,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from lockstep.kernels.exchange import exchange, exchange_add_rms_norm
@@ -25,6 +24,7 @@ from lockstep.kernels.exchange.push_kernels import (
     push_kernel,
     push_packets_kernel,
 )
+from lockstep.kernels.integers import ceil_div, next_power_of_2
 from lockstep.kernels.norm.triton import row_layout
 
 BLOCK = 1024
@@ -79,7 +79,7 @@ def _launch(
     """Launch the exchange of rows that fit into a buffer."""
     rows, total = out.shape
     parts = local if local.dim() == 3 else local[None]
-    tiles_per_row = triton.cdiv(max(widths), BLOCK)
+    tiles_per_row = ceil_div(max(widths), BLOCK)
     tiles = rows * tiles_per_row
     options: dict[str, Any] = dict(
         PARTS=len(parts), ACT=act and act.name, WIDTHS=tuple(widths),
@@ -124,7 +124,7 @@ def exchange_add_rms_norm_push(
         x, delta, weight, total, out, group.peers, x.stride(0), parts.stride(1),
         parts.stride(0), eps, offset, PARTS=len(parts), WIDTH=widths[rank],
         FIRST=sum(widths[:rank]), RANK=rank, SIZE=group.size, PACKETS=PACKETS,
-        PACKET_BYTES=PACKET_BYTES, OWN_BLOCK=triton.next_power_of_2(max(widths)),
+        PACKET_BYTES=PACKET_BYTES, OWN_BLOCK=next_power_of_2(max(widths)),
         **row_layout(x.shape[1]),
     )  # fmt: skip
     return total, out

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lockstep.kernels.architecture import WARP_SIZE
 from lockstep.kernels.experts.tiles import max_tiles
+from lockstep.kernels.integers import ceil_div, next_power_of_2
 
 MAX_FUSED_PAIRS = 4096
 """Maximum pairs of the one-launch form, where every CTA counts all pairs. Counting takes about 60
@@ -133,9 +134,9 @@ def sort_pairs(ids: Tensor, experts: int, tokens: int) -> tuple[Tensor, Tensor]:
     pairs = ids.numel()
     # tl.histogram compares ballots of a warp, so a counting CTA has at least one pair for each of
     # its threads and one expert for each thread of a warp.
-    lanes = max(WARP_SIZE, triton.next_power_of_2(experts))
+    lanes = max(WARP_SIZE, next_power_of_2(experts))
     tiles = max_tiles(pairs, experts, tokens)
-    chunks = triton.cdiv(pairs, CHUNK)
+    chunks = ceil_div(pairs, CHUNK)
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=ids.device)
@@ -144,7 +145,7 @@ def sort_pairs(ids: Tensor, experts: int, tokens: int) -> tuple[Tensor, Tensor]:
     all_pairs = 0
     warps = WARPS
     if pairs <= MAX_FUSED_PAIRS:
-        all_pairs = max(WARP_SIZE * WARPS, triton.next_power_of_2(pairs))
+        all_pairs = max(WARP_SIZE * WARPS, next_power_of_2(pairs))
         warps = WARPS if all_pairs <= LARGE else LARGE_WARPS
     else:
         counts = empty(chunks + 1, lanes)

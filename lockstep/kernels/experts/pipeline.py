@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -24,6 +23,7 @@ from lockstep.kernels.formats.weights.operand import (
     has_irregular_groups,
     quantized_operand,
 )
+from lockstep.kernels.integers import ceil_div, next_power_of_2
 from lockstep.kernels.linear.quantized import W_LAYOUTS, X_LAYOUT
 from lockstep.kernels.linear.quantized_tuning import pipeline_can_read
 
@@ -62,7 +62,7 @@ def down_tile(weight: Tensor | QuantizedWeight, slots: int, target: CompileTarge
     serve."""
     if not MIN_SLOTS <= slots <= MAX_COLUMNS:
         return None
-    padded_slots = triton.next_power_of_2(slots)
+    padded_slots = next_power_of_2(slots)
     return _tile(weight, int(BOX) * padded_slots, padded_slots, target)
 
 
@@ -74,7 +74,7 @@ def _tile(
         return None
     if not pipeline_can_read(weight) or target.arch != HOPPER or not target.inline_ptx:
         return None
-    blocks = triton.cdiv(weight.k, K_BLOCK)
+    blocks = ceil_div(weight.k, K_BLOCK)
     column_bytes = rows * weight.bits // 8 + 2 * columns
     wide_bytes = 2 * K_BLOCK * column_bytes * MIN_WIDE_STAGES
     k = K_BLOCK if blocks % 2 or wide_bytes > MAX_STAGE_BYTES else 2 * K_BLOCK
@@ -107,7 +107,7 @@ def _scale_args(
     if isinstance(weight, Fp4Weight):  # four e4m3 scales are read as one word
         scales = scales.view(torch.int32)
         stride = scales.stride(0)
-    blocks = triton.cdiv(weight.k, K_BLOCK)
+    blocks = ceil_div(weight.k, K_BLOCK)
     pointers = (scales, operand.zeros, operand.factors)
     return pointers, (blocks, operand.scale_row_offset, stride), form
 
@@ -129,9 +129,9 @@ def up(
     pairs = ids.numel()
     act = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     pointers, sizes, form = _scale_args(weight, x.dtype, target)
-    up_pipeline_kernel[(pairs * triton.cdiv(inner, tile_width(tile.rows, gated)),)](
+    up_pipeline_kernel[(pairs * ceil_div(inner, tile_width(tile.rows, gated)),)](
         *_descriptors(x, weight, tile), *pointers, act, ids, tokens, pairs, experts, inner, *sizes,
-        GATED=gated, FORMAT=form, TOP_K=slots, LANES=triton.next_power_of_2(pairs),
+        GATED=gated, FORMAT=form, TOP_K=slots, LANES=next_power_of_2(pairs),
         **_options(tile, x.dtype),
     )  # fmt: skip
     return act
@@ -149,7 +149,7 @@ def down(
     tokens, slots = ids.shape
     out = torch.empty(tokens, hidden, dtype=act.dtype, device=act.device)
     pointers, sizes, form = _scale_args(weight, act.dtype, target)
-    down_pipeline_kernel[(tokens, triton.cdiv(hidden, int(BOX)))](
+    down_pipeline_kernel[(tokens, ceil_div(hidden, int(BOX)))](
         *_descriptors(act, weight, tile), *pointers, ids, weights, out, shared, gate, experts,
         hidden, *sizes, *strides, FORMAT=form, TOP_K=slots, PARTS=num_partials,
         **_options(tile, act.dtype),

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -45,6 +44,7 @@ from lockstep.kernels.formats.weights.operand import (
     quantized_operand,
 )
 from lockstep.kernels.formats.weights.triton import dequantize_to_memory
+from lockstep.kernels.integers import ceil_div, next_power_of_2
 from lockstep.kernels.linear.triton import is_tma_aligned
 
 MAX_EXPERTS = 512
@@ -108,11 +108,11 @@ def _launch_up(
     """
     pairs = ids.numel()
     tiles = pairs if table is None else len(table)
-    lanes = 1 if table is not None else triton.next_power_of_2(pairs)
+    lanes = 1 if table is not None else next_power_of_2(pairs)
     rows = pairs if order is None else order.numel()
     act = torch.empty(rows, inner, dtype=x.dtype, device=x.device)
     width = up.tile.rows // 2 if gated else up.tile.rows
-    up_kernel[(tiles * triton.cdiv(inner, width),)](
+    up_kernel[(tiles * ceil_div(inner, width),)](
         x, up.operand, act, ids, order, table, pairs, x.stride(0), count, up.k, inner,
         GATED=gated, SLOTS=ids.shape[1], SORTED=table is not None, LANES=lanes, FIELDS=FIELDS,
         **up.options(),
@@ -143,10 +143,10 @@ def launch_unsorted(
     tile = pipeline.down_tile(down, slots, target) if pipeline.is_tma_aligned(act) else None
     if tile is not None and isinstance(down, QuantizedWeight):
         return pipeline.down(act, down, hidden, count, ids, weights, *shared_args, tile, target)
-    padded_slots = triton.next_power_of_2(slots)
+    padded_slots = next_power_of_2(slots)
     args = _weight_args(down, tiles.down, tiles.quantized_down, x)
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
-    down_combine_kernel[(tokens, triton.cdiv(hidden, args.tile.rows // padded_slots))](
+    down_combine_kernel[(tokens, ceil_div(hidden, args.tile.rows // padded_slots))](
         act, args.operand, ids, weights, out, shared, gate, count, inner, hidden,
         *_strides(shared, gate), SLOTS=slots, PADDED_SLOTS=padded_slots,
         PARTS=_num_partials(shared), **args.options(min_tokens=padded_slots),
@@ -174,12 +174,12 @@ def launch_sorted(
     args = _weight_args(down, tiles.down, tiles.quantized_down, x, dequantize_first)
     tile = args.tile
     act_arg = TensorDescriptor.from_tensor(act, [tile.tokens, tile.k]) if tile.tma else act
-    down_kernel[(len(table) * triton.cdiv(hidden, tile.rows),)](
+    down_kernel[(len(table) * ceil_div(hidden, tile.rows),)](
         act_arg, args.operand, y, order, table, pairs, count, inner, hidden, FIELDS,
         TMA=tile.tma, **args.options(),
     )  # fmt: skip
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
-    combine_kernel[(tokens, triton.cdiv(hidden, COMBINE_COLUMNS))](
+    combine_kernel[(tokens, ceil_div(hidden, COMBINE_COLUMNS))](
         y, weights, out, shared, gate, hidden, *_strides(shared, gate),
         SLOTS=slots, PARTS=_num_partials(shared), BLOCK=COMBINE_COLUMNS,
         num_warps=COMBINE_WARPS, enable_fp_fusion=False,

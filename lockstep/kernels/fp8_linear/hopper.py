@@ -18,7 +18,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -47,6 +46,7 @@ from lockstep.kernels.fp8_linear.triton import (
     rows_of,
     run_kernel,
 )
+from lockstep.kernels.integers import ceil_div, next_power_of_2
 from lockstep.kernels.linear import partition_length
 
 K_BLOCK = gl.constexpr(WORD_COLUMNS)
@@ -371,11 +371,11 @@ def _fastest_tile(
 
     def expected_us(tile: HopperTile) -> float:
         parts = max_parts if tile.splits else 1
-        tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(n, tile.outputs) * parts
-        blocks = triton.cdiv(triton.cdiv(k, WORD_COLUMNS), parts)
+        tiles = ceil_div(tokens, tile.tokens) * ceil_div(n, tile.outputs) * parts
+        blocks = ceil_div(ceil_div(k, WORD_COLUMNS), parts)
         moved = 8 * tokens * n * parts if tile.splits else 0  # fp32, written and read
         time = BLOCK_TIMES[tile.tokens, tile.outputs]
-        return triton.cdiv(tiles, num_sms) * blocks * time + moved / PARTIALS_RATE
+        return ceil_div(tiles, num_sms) * blocks * time + moved / PARTIALS_RATE
 
     sizes = [size for size in BLOCK_TIMES if size[0] == NARROW or size[1] <= max_outputs]
     splits = (True, False) if max_parts > 1 else (False,)
@@ -391,7 +391,7 @@ def shares_scale(weight: Fp8Weight, outputs: int) -> bool:
 
 def fits(weight: Fp8Weight, split_k: int) -> bool:
     """Return whether the kernel serves a weight: 64 outputs share a scale per block."""
-    can_hold_scales = triton.cdiv(weight.k, WORD_COLUMNS) <= MAX_SCALES
+    can_hold_scales = ceil_div(weight.k, WORD_COLUMNS) <= MAX_SCALES
     return split_k <= 2 and can_hold_scales and shares_scale(weight, ROWS.value)
 
 
@@ -428,13 +428,13 @@ def launch_hopper(
         x_scales_desc = TensorDescriptor.from_tensor(flat, [copied], SCALES_LAYOUT)
     count = 1 if tile.splits else split_k
     parts = split_k // count
-    tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(n, tile.outputs) * parts
-    blocks = triton.cdiv(k, WORD_COLUMNS)
+    tiles = ceil_div(tokens, tile.tokens) * ceil_div(n, tile.outputs) * parts
+    blocks = ceil_div(k, WORD_COLUMNS)
     fp8_gemm_hopper_kernel[(min(tiles, target.num_sms),)](
         x_desc, w_desc, x_scales_desc, x_scales, weight.scales, out, tokens, n,
-        blocks, triton.cdiv(partition_length(k, split_k), WORD_COLUMNS),
+        blocks, ceil_div(partition_length(k, split_k), WORD_COLUMNS),
         weight.first, x_scales.stride(1), weight.scales.stride(0), out.stride(-2), tiles,
-        count, GROUP, weight.block_n, by_block, tile.stages, triton.next_power_of_2(blocks),
+        count, GROUP, weight.block_n, by_block, tile.stages, next_power_of_2(blocks),
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 

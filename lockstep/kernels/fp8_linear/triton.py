@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-import triton
 from torch import Tensor
 
 from lockstep.kernels.architecture import fit_stages
@@ -31,6 +30,7 @@ from lockstep.kernels.fp8_linear.kernels import (
     quantize_rows_kernel,
     quantize_silu_mul_kernel,
 )
+from lockstep.kernels.integers import ceil_div, next_power_of_2
 from lockstep.kernels.linear import partition_length
 from lockstep.kernels.linear.triton import reduce_partials
 from lockstep.kernels.norm.triton import norm_trait, row_layout, row_view
@@ -95,8 +95,8 @@ def quantize_rows_triton(x: Tensor, block_k: int) -> tuple[Tensor, Tensor]:
     rows = _Rows(tokens, k, block_k, x.device)
     padded_blocks = rows.words.shape[1] * 4 // K_BLOCK
     blocks = SCALED_BLOCKS if by_block else ROW_BLOCKS
-    blocks = min(blocks, triton.next_power_of_2(padded_blocks))
-    parts = triton.cdiv(padded_blocks, blocks) if by_block else 1
+    blocks = min(blocks, next_power_of_2(padded_blocks))
+    parts = ceil_div(padded_blocks, blocks) if by_block else 1
     warps = max(blocks // BLOCKS_PER_WARP, 1) if by_block else ROW_WARPS
     if tokens:
         quantize_rows_kernel[(tokens, parts)](
@@ -113,7 +113,7 @@ class _Rows:
     """
 
     def __init__(self, tokens: int, k: int, block_k: int, device: torch.device) -> None:
-        padded = triton.cdiv(tokens, SCALE_ALIGNMENT) * SCALE_ALIGNMENT
+        padded = ceil_div(tokens, SCALE_ALIGNMENT) * SCALE_ALIGNMENT
         self.tokens = tokens
         self.words = torch.empty(tokens, words_per_row(k, 8), dtype=torch.int32, device=device)
         self.scales = torch.empty(-(-k // block_k), padded, device=device)
@@ -132,9 +132,9 @@ def quantize_silu_mul_triton(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     inner = width // 2
     rows = _Rows(tokens, inner, K_BLOCK, gate_up.device)
     padded_blocks = rows.words.shape[1] * 4 // K_BLOCK
-    blocks = min(SCALED_BLOCKS, triton.next_power_of_2(padded_blocks))
+    blocks = min(SCALED_BLOCKS, next_power_of_2(padded_blocks))
     if tokens:
-        quantize_silu_mul_kernel[(tokens, triton.cdiv(padded_blocks, blocks))](
+        quantize_silu_mul_kernel[(tokens, ceil_div(padded_blocks, blocks))](
             gate_up, rows.words, rows.scales, inner, rows.words.shape[1], gate_up.stride(0),
             *rows.scales_shape, blocks, rows.native,
             num_warps=max(blocks // BLOCKS_PER_WARP, 1), enable_fp_fusion=False,
@@ -193,7 +193,7 @@ def launch(
     native = is_native(target)
     dtype = torch.float8_e4m3fn if native else torch.uint8
     parts = out.numel() // (tokens * n)
-    grid = (triton.cdiv(tokens, tile.m) * triton.cdiv(n, tile.n) * parts,)
+    grid = (ceil_div(tokens, tile.m) * ceil_div(n, tile.n) * parts,)
     fp8_gemm_kernel[grid](
         words.view(dtype), weight.words.view(dtype), scales, weight.scales, out, tokens, n, k,
         partition_length(k, split_k), 4 * words.shape[1], weight.first, scales.stride(1),

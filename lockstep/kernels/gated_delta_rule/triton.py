@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from lockstep.kernels import architecture
@@ -21,6 +20,7 @@ from lockstep.kernels.gated_delta_rule.chunk_kernels import (
     intra_chunk_kernel,
 )
 from lockstep.kernels.gated_delta_rule.step_kernels import gated_norm_kernel, step_inputs_kernel
+from lockstep.kernels.integers import ceil_div, next_power_of_2
 from lockstep.kernels.recurrent.chunk import (
     PromptRows,
     dot_precision,
@@ -116,11 +116,11 @@ def gated_delta_step_triton(
         slots, starts, committed, inputs, length, state.conv.shape[1], history_len, mixed.stride(0),
         b.stride(0), a.stride(0),
         **sizes, **blocks, R=len(conv_weight) - 1, L2_EPS=L2_EPS,
-        TOKENS=min(MAX_TOKENS, triton.next_power_of_2(length)),
+        TOKENS=min(MAX_TOKENS, next_power_of_2(length)),
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     launch_recurrent_step(state, inputs, o, slots, starts, folded, flush, committed)
-    gated_norm_kernel[(triton.cdiv(rows * length * hv, HEADS),)](
+    gated_norm_kernel[(ceil_div(rows * length * hv, HEADS),)](
         o, z, weights.norm, out, committed, rows * length * hv, z.stride(0), weights.eps,
         None if committed is None else length,
         HV=hv, V=v, BLOCK_V=blocks["BLOCK_V"], HEADS=HEADS,
@@ -174,7 +174,7 @@ def gated_delta_chunk_triton(
     chunk_inputs_kernel[(n, 2 * hk + hv)](
         mixed, conv_weight, state.conv, cu_seqlens, starts, state_src, chunks, inputs,
         mixed.stride(0), state.conv.shape[1], **sizes, R=history,
-        BLOCK=triton.next_power_of_2(max(k, v)), EPS=L2_EPS,
+        BLOCK=next_power_of_2(max(k, v)), EPS=L2_EPS,
         num_warps=INPUT_WARPS, maxnreg=INPUT_REGISTERS, **exact,
     )  # fmt: skip
     intra_chunk_kernel[(n, hv)](
@@ -189,13 +189,13 @@ def gated_delta_chunk_triton(
     stage = GRID * (2 * blocks["BLOCK_K"] + 1) * inputs.itemsize + v_new
     number = architecture.sm_number(mixed.device)
     stages = architecture.fit_stages(STATE_STAGES, stage, stage + v_new, number)
-    delta_state_kernel[(len(starts) * hv, triton.cdiv(v, blocks["BLOCK_V"]))](
+    delta_state_kernel[(len(starts) * hv, ceil_div(v, blocks["BLOCK_V"]))](
         inputs, u, w, g_cumsum, state.recurrent, chunk_states, *rows, first_chunks,
         state.recurrent.stride(0), **blocks, num_warps=STATE_WARPS, num_stages=stages, **products,
     )  # fmt: skip
     blocks = _operand_sizes(sizes, OUT_VALUES)
     # delta_state_kernel has overwritten u with v_new.
-    chunk_output_kernel[(n, hv, triton.cdiv(v, blocks["BLOCK_V"]))](
+    chunk_output_kernel[(n, hv, ceil_div(v, blocks["BLOCK_V"]))](
         inputs, u, scores, g_cumsum, chunk_states, cu_seqlens, chunks, out,
         **blocks, num_warps=OUT_WARPS, **products,
     )  # fmt: skip

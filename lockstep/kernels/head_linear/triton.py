@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.head_linear import head_linear
+from lockstep.kernels.integers import ceil_div, next_power_of_2
 
 BLOCK_N = 64
 """Outputs of a tile."""
@@ -58,9 +59,9 @@ def head_linear_triton(x: Tensor, weight: Tensor) -> Tensor:
     out = torch.empty(tokens, heads, outputs, dtype=x.dtype, device=x.device)
     if tokens:
         fp32 = x.dtype == torch.float32
-        max_block = min(MAX_TOKENS, triton.next_power_of_2(max(tokens, 16)))
+        max_block = min(MAX_TOKENS, next_power_of_2(max(tokens, 16)))
         block = FP32_TOKENS if fp32 else max_block
-        grid = (triton.cdiv(tokens, block), triton.cdiv(outputs, BLOCK_N), heads)
+        grid = (ceil_div(tokens, block), ceil_div(outputs, BLOCK_N), heads)
         _head_linear_kernel[grid](
             x, weight, out, tokens, *x.stride()[:2], heads, outputs, inputs,
             BLOCK_N, block, BLOCK_K // 2 if fp32 else BLOCK_K,

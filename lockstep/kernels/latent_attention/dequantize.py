@@ -18,6 +18,7 @@ from lockstep.kernels.device.kv_tile import load_kv_tile
 from lockstep.kernels.device.ragged_rows import row_of
 from lockstep.kernels.formats.kv import KVCache
 from lockstep.kernels.formats.kv.launch import kv_operand
+from lockstep.kernels.integers import ceil_div, next_power_of_2
 
 CTA_TOKENS = 16
 """Tokens that a CTA dequantizes at once."""
@@ -96,13 +97,13 @@ def dequantized_groups(
         group_starts = starts[begin : begin + rows_per_group]
         bounds = cu_seqlens[begin : begin + len(group_starts) + 1]
         # Enough CTAs for few rows, one per CTA_TOKENS at most.
-        parallel = triton.cdiv(TARGET_CTAS, len(group_starts))
-        parallel = min(parallel, triton.cdiv(columns * page, CTA_TOKENS))
+        parallel = ceil_div(TARGET_CTAS, len(group_starts))
+        parallel = min(parallel, ceil_div(columns * page, CTA_TOKENS))
         _dequantize_kernel[(len(group_starts), parallel)](
             latent_operand.qdata, latent_operand.scales, latent_operand.layer_constant, ropes,
             page_table[begin:], bounds, group_starts, latent_scratch, rope_scratch, table,
             page_table.stride(0), columns, *latent_operand.qdata.stride()[:2], *ropes.stride()[:2],
-            page, dim, rope, triton.next_power_of_2(dim), triton.next_power_of_2(rope), CTA_TOKENS,
+            page, dim, rope, next_power_of_2(dim), next_power_of_2(rope), CTA_TOKENS,
             latent_operand.num_scales, latent_operand.values_per_load, latent_operand.load,
             latent_operand.dequantize, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip

@@ -13,7 +13,6 @@ split. See docs/kernels/latent_attention.md.
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -42,6 +41,7 @@ from lockstep.kernels.device.tiles import (
     zero_tail_rows,
 )
 from lockstep.kernels.formats.kv import KVCache, QuantizedKV
+from lockstep.kernels.integers import ceil_div
 from lockstep.kernels.latent_attention import latent_attention
 from lockstep.kernels.latent_attention.dequantize import dequantized_groups
 from lockstep.kernels.latent_attention.triton import (
@@ -634,7 +634,7 @@ def _launch(
     tile = choose_tile(q_latent.dtype, HOPPER)
     num_keys = page_table.shape[1] * latents.shape[1]
     chosen = partition or choose_partition(rows, query_len, heads, LATENT.value, num_keys, tile)
-    num_partials = triton.cdiv(num_keys, chosen.unit) if chosen.unit else 0
+    num_partials = ceil_div(num_keys, chosen.unit) if chosen.unit else 0
     count = rows * query_len * heads * num_partials
     blocks = tile.blocks(query_len, heads)
     items = rows * blocks * chosen.parallel

@@ -17,6 +17,7 @@ from lockstep.kernels.device.kv_tile import store_quantized
 from lockstep.kernels.device.reductions import inverse_rms, row_sum, spread
 from lockstep.kernels.formats.kv import KVCache
 from lockstep.kernels.formats.kv.launch import kv_operand, unsupported_cache
+from lockstep.kernels.integers import ceil_div, next_power_of_2
 from lockstep.kernels.latent_attention import latent_rope_and_cache
 
 MAX_LATENT = 1024
@@ -120,15 +121,15 @@ def latent_rope_and_cache_triton(
     _, page_size, latent = latents.shape
     rope = ropes.shape[2]
     out = torch.empty(tokens, heads, rope, dtype=q.dtype, device=q.device)
-    pairs = triton.next_power_of_2(rope // 2)
+    pairs = next_power_of_2(rope // 2)
     latent_operand = kv_operand(latents, q.dtype)
     heads_per_cta = max(1, PAIRS_PER_CTA // pairs)
     if tokens:
-        _latent_rope_kernel[(tokens, triton.cdiv(heads, heads_per_cta) + 1)](
+        _latent_rope_kernel[(tokens, ceil_div(heads, heads_per_cta) + 1)](
             q, kv, weight, cos, sin, positions, slot_mapping, latent_operand.qdata, ropes, out,
             *q.stride()[:2], kv.stride(0), page_size, *latent_operand.qdata.stride()[:2],
             *ropes.stride()[:2], eps, H=heads, NOPE=width - rope, C=latent, HALF=rope // 2,
-            HEADS=heads_per_cta, PAIRS=pairs, BLOCK=triton.next_power_of_2(latent),
+            HEADS=heads_per_cta, PAIRS=pairs, BLOCK=next_power_of_2(latent),
             scales=latent_operand.scales, layer_constant=latent_operand.layer_constant,
             NUM_SCALES=latent_operand.num_scales, STORE=latent_operand.store, num_warps=WARPS,
             enable_fp_fusion=False,

@@ -30,6 +30,7 @@ from lockstep.kernels.device.ragged_rows import row_of
 from lockstep.kernels.device.softmax import LOG2E, NO_SCORE, combine
 from lockstep.kernels.formats.kv import KVCache
 from lockstep.kernels.formats.kv.launch import kv_operand, quantized_token_bytes, unsupported_cache
+from lockstep.kernels.integers import ceil_div, next_power_of_2
 from lockstep.kernels.latent_attention import latent_attention
 from lockstep.kernels.latent_attention.device import (
     block_of,
@@ -348,7 +349,7 @@ class Tile:
         One block more where a block could hold tokens on both sides of `far`.
         """
         both = self.far > 0 and heads % self.rows > 0
-        return triton.cdiv(query_len * heads, self.rows) + both
+        return ceil_div(query_len * heads, self.rows) + both
 
 
 def choose_tile(dtype: torch.dtype, arch: int) -> Tile:
@@ -380,14 +381,14 @@ def choose_partition(
     rows: int, query_len: int, heads: int, latent: int, num_keys: int, tile: Tile
 ) -> Partition:
     """Return the partition of the keys for static sizes. num_keys: maximum keys of a row."""
-    row_blocks = rows * triton.cdiv(query_len * heads, tile.rows)
+    row_blocks = rows * ceil_div(query_len * heads, tile.rows)
     partial_bytes = rows * query_len * heads * (latent + 2) * 4
-    idle = row_blocks * triton.cdiv(num_keys, tile.span) < TARGET_CTAS
+    idle = row_blocks * ceil_div(num_keys, tile.span) < TARGET_CTAS
     small = query_len * heads * 4 <= tile.kv_split  # a partial: half of a split's bytes
     for unit in (tile.near_split, tile.span) if idle or small else (tile.span,):
-        units = triton.cdiv(num_keys, unit)
+        units = ceil_div(num_keys, unit)
         if row_blocks < TARGET_CTAS and partial_bytes * units <= MAX_PARTIAL_BYTES:
-            return Partition(unit, min(units, max(triton.cdiv(2 * TARGET_CTAS, row_blocks), SPAN)))
+            return Partition(unit, min(units, max(ceil_div(2 * TARGET_CTAS, row_blocks), SPAN)))
     return Partition(0, 1)
 
 
@@ -419,14 +420,14 @@ def latent_attention_triton(
     tile = choose_tile(q_latent.dtype, arch)
     num_keys = page_table.shape[1] * page
     chosen = partition or choose_partition(rows, query_len, heads, latent, num_keys, tile)
-    num_partials = triton.cdiv(num_keys, chosen.unit) if chosen.unit else 0
+    num_partials = ceil_div(num_keys, chosen.unit) if chosen.unit else 0
     count = rows * query_len * heads * num_partials
     partials = [
         torch.empty(count * size, dtype=torch.float32, device=q_latent.device)
         for size in (1, 1, latent)
     ]
-    block_c = triton.next_power_of_2(max(latent, 16))
-    block_r = triton.next_power_of_2(max(rope, 16))
+    block_c = next_power_of_2(max(latent, 16))
+    block_r = next_power_of_2(max(rope, 16))
     target = compile_target(q_latent.device)
     latent_operand = kv_operand(latents, q_latent.dtype, target)
     quantized_bytes = quantized_token_bytes(latents)
@@ -467,7 +468,7 @@ def combine_partials(
 ) -> None:
     """Launch the combine kernel over partials of `unit` keys each, into out [T, H, C]."""
     _, heads, latent = out.shape
-    block_c = triton.next_power_of_2(max(latent, 16))
+    block_c = next_power_of_2(max(latent, 16))
     columns = min(block_c, COMBINE_COLUMNS)
     _combine_kernel[(len(starts), query_len * heads, block_c // columns)](
         *partials, cu_seqlens, starts, out, num_partials, query_len,

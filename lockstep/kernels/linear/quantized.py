@@ -10,7 +10,6 @@ equal: linear(x, w) == linear(x, w.dequantize(x.dtype)).
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.errors import TritonError
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -31,6 +30,7 @@ from lockstep.kernels.formats.weights.operand import (
     quantized_operand,
 )
 from lockstep.kernels.formats.weights.triton import dequantize_to_memory
+from lockstep.kernels.integers import ceil_div
 from lockstep.kernels.linear import linear, partition_length
 from lockstep.kernels.linear.quantized_gemm import quantized_gemm_kernel
 from lockstep.kernels.linear.quantized_gemv import quantized_gemv_kernel
@@ -100,7 +100,7 @@ def _launch_gemm(
     if target.inline_ptx and not tile.wgmma:
         form = form._replace(opaque=True)  # mma.sync: the compiler must not widen kWidth
     parts = out.numel() // (tokens * n)
-    grid = (triton.cdiv(tokens, tile.m) * triton.cdiv(n, tile.n) * parts,)
+    grid = (ceil_div(tokens, tile.m) * ceil_div(n, tile.n) * parts,)
     even = length % block_k == 0 and k % block_k == 0
     quantized_gemm_kernel[grid](
         x, operand, out, tokens, n, k, length, x.stride(0), out.stride(-2), count, GROUP, form,
@@ -127,7 +127,7 @@ def _launch_gemv(
     block = int(K_BLOCK)
     batch = tile.m // 8
     blocks = length // block
-    grid = (triton.cdiv(n, tile.n), triton.cdiv(tokens, tile.m), weight.k // length)
+    grid = (ceil_div(n, tile.n), ceil_div(tokens, tile.m), weight.k // length)
     quantized_gemv_kernel[grid](
         x.view(torch.int32), operand, out, tokens, n, blocks, x.stride(0) // 2,
         out.stride(-2), form, max(1, block // group) if group else 1,
@@ -169,9 +169,9 @@ def _launch_pipeline(
     block = int(K_BLOCK)
     words = [tile.n, block * weight.bits // 32]
     w_desc = TensorDescriptor.from_tensor(weight.words, words, W_LAYOUTS[weight.bits])
-    tiles_n = triton.cdiv(n, tile.n)
-    tiles_m = triton.cdiv(tokens, tile.m)
-    parts = triton.cdiv(weight.k, length)
+    tiles_n = ceil_div(n, tile.n)
+    tiles_m = ceil_div(tokens, tile.m)
+    parts = ceil_div(weight.k, length)
     pointers = (scales, operand.zeros, operand.factors)
     layout = (operand.scale_row_offset, scale_stride, out.stride(-2), form, tile.stages,
               tile.k // block, tile.mma_sync, TL_DTYPES[x.dtype])  # fmt: skip

@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lockstep.kernels import architecture
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.integers import ceil_div
 from lockstep.kernels.linear import linear, pad_partitions, partition_length
 from lockstep.kernels.linear.dense_gemm import dense_gemm_kernel, reduce_partials_kernel
 from lockstep.kernels.linear.tuning import Tile, lookup
@@ -117,7 +117,7 @@ def _grid(x: Tensor, weight: Tensor, out: Tensor, tile: Tile) -> tuple[int]:
     tokens = x.shape[0]
     n = weight.shape[0]
     parts = out.numel() // (tokens * n)
-    return (triton.cdiv(tokens, tile.m) * triton.cdiv(n, tile.n) * parts,)
+    return (ceil_div(tokens, tile.m) * ceil_div(n, tile.n) * parts,)
 
 
 def _launch_even(
@@ -156,7 +156,7 @@ def reduce_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
     """Add partials [P, T, N] fp32 along the tree: [T, N] of dtype."""
     out = torch.empty(partials.shape[1:], dtype=dtype, device=partials.device)
     size = out.numel()
-    grid = (triton.cdiv(size, REDUCE_BLOCK),)
+    grid = (ceil_div(size, REDUCE_BLOCK),)
     reduce_partials_kernel[grid](
         partials, out, size, partials.shape[0], REDUCE_BLOCK, enable_fp_fusion=False
     )  # fmt: skip

@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.integers import ceil_div
 from lockstep.kernels.lora import RANK_BLOCK, lora
 from lockstep.kernels.lora.kernels import lora_expand_kernel, lora_shrink_kernel
 
@@ -39,7 +39,7 @@ def lora_triton(
         x, a, scales, adapter_ids, hidden, x.stride(0),
         num_parts, rank, x.shape[1], RANK_BLOCK, BLOCK_K, **options,
     )  # fmt: skip
-    lora_expand_kernel[tokens, triton.cdiv(columns, BLOCK_N)](
+    lora_expand_kernel[tokens, ceil_div(columns, BLOCK_N)](
         y, hidden, b, scales, parts, adapter_ids,
         num_parts, rank, columns, RANK_BLOCK, BLOCK_N, **options,
     )  # fmt: skip

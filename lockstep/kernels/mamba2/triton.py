@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from lockstep.kernels import architecture
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.integers import ceil_div, next_power_of_2
 from lockstep.kernels.mamba2 import Mamba2Weights, mamba2_chunk, mamba2_step
 from lockstep.kernels.mamba2.chunk_kernels import (
     chunk_inputs_kernel,
@@ -88,7 +88,7 @@ def mamba2_step_triton(
         state.k, state.decay, slots, starts, committed, inputs, length, state.conv.shape[1],
         state.k.shape[1], mixed.stride(0), dt.stride(0), weights.dt_min, weights.dt_max, **sizes,
         **block_sizes(sizes, MAX_DIM),
-        R=len(conv_weight) - 1, TOKENS=min(MAX_TOKENS, triton.next_power_of_2(length)),
+        R=len(conv_weight) - 1, TOKENS=min(MAX_TOKENS, next_power_of_2(length)),
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     launch_recurrent_step(
@@ -139,7 +139,7 @@ def mamba2_chunk_triton(
     exact: dict[str, Any] = dict(GRID=GRID, enable_fp_fusion=False)
     precision = dot_precision(mixed.dtype)
     products: dict[str, Any] = dict(PRECISION=precision, num_warps=WARPS, **exact)
-    chunk_inputs_kernel[(n, triton.cdiv(channels, CHANNELS))](
+    chunk_inputs_kernel[(n, ceil_div(channels, CHANNELS))](
         mixed, conv_weight, weights.conv_bias, state.conv, cu_seqlens, starts, state_src, chunks,
         inputs, mixed.stride(0), state.conv.shape[1], C=channels, R=history, BLOCK=CHANNELS,
         num_warps=INPUT_WARPS, **exact,
@@ -153,12 +153,12 @@ def mamba2_chunk_triton(
     number = architecture.sm_number(mixed.device)
     stages = _state_stages(blocks, precision, inputs.itemsize, number)
     chunk_states = inputs.new_empty(n, *state.recurrent.shape[1:], dtype=state.recurrent.dtype)
-    chunk_state_kernel[(len(starts) * heads, triton.cdiv(p, blocks["BLOCK_V"]))](
+    chunk_state_kernel[(len(starts) * heads, ceil_div(p, blocks["BLOCK_V"]))](
         inputs, steps, g_cumsum, state.recurrent, chunk_states, *rows, first_chunks,
         state.recurrent.stride(0), **sizes, **blocks, num_stages=stages, **products,
     )  # fmt: skip
     blocks = block_sizes(sizes, OUT_VALUES)
-    chunk_output_kernel[(n, heads, triton.cdiv(p, blocks["BLOCK_V"]))](
+    chunk_output_kernel[(n, heads, ceil_div(p, blocks["BLOCK_V"]))](
         inputs, steps, g_cumsum, scores, chunk_states, weights.d, cu_seqlens, chunks, out,
         **sizes, **blocks, SECTOR=SECTOR, **products,
     )  # fmt: skip

@@ -3,12 +3,12 @@
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from lockstep.kernels.architecture import WARP_SIZE
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.device.reductions import WARPS
+from lockstep.kernels.integers import ceil_div, next_power_of_2
 from lockstep.kernels.norm import add_rms_norm, gated_group_norm, gated_rms_norm, rms_norm
 from lockstep.kernels.norm.kernels import (
     add_rms_norm_kernel,
@@ -43,14 +43,14 @@ def row_view(x: Tensor) -> tuple[Tensor, int, int, int]:
 
 def row_layout(width: int, rows: int = 1) -> dict[str, Any]:
     """Return the launch options of a CTA with `rows` rows of `width`. They change no bit."""
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     warps = max(1, min(WARPS.value, rows * block // THREAD_ELEMENTS // WARP_SIZE))
     return dict(D=width, BLOCK=block, num_warps=warps, enable_fp_fusion=False)
 
 
 def rows_per_cta(width: int) -> int:
     """Return the rows per CTA of the gated norms."""
-    return max(1, CTA_ELEMENTS // triton.next_power_of_2(width))
+    return max(1, CTA_ELEMENTS // next_power_of_2(width))
 
 
 def norm_trait(**traits: Any) -> str | None:
@@ -109,7 +109,7 @@ def _launch_gated(kernel: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: flo
     if x.numel():
         count = rows.shape[0] * inner
         cta_rows = rows_per_cta(x.shape[-1])
-        kernel[(triton.cdiv(count, cta_rows),)](
+        kernel[(ceil_div(count, cta_rows),)](
             rows, gates, weight, out, count, inner, *strides, *gate_strides, eps,
             ROWS=cta_rows, **row_layout(x.shape[-1], cta_rows),
         )  # fmt: skip

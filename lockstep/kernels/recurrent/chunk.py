@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from lockstep.kernels.integers import ceil_div, next_power_of_2
 from lockstep.kernels.recurrent.chunk_kernels import list_chunks_kernel, save_raw_inputs_kernel
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.step import GRID
@@ -50,7 +50,7 @@ def list_chunks(out: Tensor, cu_seqlens: Tensor, state_slots: Tensor) -> tuple[T
     first_chunks = torch.zeros(rows, dtype=torch.int32, device=cu_seqlens.device)
     list_chunks_kernel[(rows,)](
         cu_seqlens, state_slots, chunks, first_chunks, out, rows, out[0].numel(),
-        triton.next_power_of_2(rows), GRID, ZEROS,
+        next_power_of_2(rows), GRID, ZEROS,
     )  # fmt: skip
     return chunks, first_chunks
 
@@ -58,7 +58,7 @@ def list_chunks(out: Tensor, cu_seqlens: Tensor, state_slots: Tensor) -> tuple[T
 def save_raw_inputs(mixed: Tensor, state: RecurrentState, history: int, rows: PromptRows) -> None:
     """Save the last `history` raw inputs of each row to its slot and to its snapshot's slot."""
     channels = mixed.shape[1]
-    save_raw_inputs_kernel[(len(rows.starts), triton.cdiv(channels, CONV_CHANNELS))](
+    save_raw_inputs_kernel[(len(rows.starts), ceil_div(channels, CONV_CHANNELS))](
         mixed, state.conv, *rows, mixed.stride(0), state.conv.shape[1], channels, history,
-        CONV_CHANNELS, triton.next_power_of_2(history), GRID,
+        CONV_CHANNELS, next_power_of_2(history), GRID,
     )  # fmt: skip

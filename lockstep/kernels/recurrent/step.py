@@ -1,9 +1,9 @@
 """Launcher of the recurrent form in Triton, and the register layout of a state."""
 
 import torch
-import triton
 from torch import Tensor
 
+from lockstep.kernels.integers import ceil_div, next_power_of_2
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.kernels.recurrent.step_kernel import recurrent_step_kernel, save_tokens_kernel
 
@@ -35,8 +35,8 @@ def head_sizes(state: RecurrentState) -> dict[str, int]:
 
 def block_sizes(sizes: dict[str, int], max_v: int) -> dict[str, int]:
     """Return BLOCK_K >= K and BLOCK_V >= min(V, max_v): powers of two, 16 at least."""
-    block_k = max(16, triton.next_power_of_2(sizes["K"]))
-    block_v = max(16, triton.next_power_of_2(sizes["V"]))
+    block_k = max(16, next_power_of_2(sizes["K"]))
+    block_v = max(16, next_power_of_2(sizes["V"]))
     return dict(BLOCK_K=block_k, BLOCK_V=min(block_v, max_v))
 
 
@@ -59,7 +59,7 @@ def adjacent_ctas(v: int, columns: int, itemsize: int) -> int:
 
     v: columns of a head. columns: those of one CTA. itemsize: bytes per element of the state.
     """
-    return triton.cdiv(v, columns) if columns * itemsize < CACHE_LINE else 1
+    return ceil_div(v, columns) if columns * itemsize < CACHE_LINE else 1
 
 
 def flatten_tokens(x: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def launch_recurrent_step(
     layout["WARPS"] = warps
     columns = warps * layout["COLUMNS"]
     adjacent = adjacent_ctas(v, columns, state.recurrent.itemsize)
-    recurrent_step_kernel[(rows * hv * adjacent, triton.cdiv(v, columns) // adjacent)](
+    recurrent_step_kernel[(rows * hv * adjacent, ceil_div(v, columns) // adjacent)](
         state.recurrent, state.u, state.k, state.decay, slots, starts, folded, inputs, out, d,
         committed, length, state.k.shape[1], flush, **sizes, **layout,
         PREFETCH=PREFETCH if length <= PREFETCH else 2 * PREFETCH, SECTOR=SECTOR,
@@ -109,6 +109,6 @@ def launch_recurrent_step(
         # The written state lacks the tokens after the last multiple of its grid. In fp32: none.
         save_tokens_kernel[(rows, min(length, state.grid - 1))](
             inputs, state.k, state.decay, slots, starts, folded, committed, length,
-            state.k.shape[1], **sizes, BLOCK_K=triton.next_power_of_2(sizes["HK"] * sizes["K"]),
-            BLOCK_HV=triton.next_power_of_2(hv), STATE_GRID=state.grid,
+            state.k.shape[1], **sizes, BLOCK_K=next_power_of_2(sizes["HK"] * sizes["K"]),
+            BLOCK_HV=next_power_of_2(hv), STATE_GRID=state.grid,
         )  # fmt: skip

@@ -19,6 +19,7 @@ from lockstep.kernels.device.kv_tile import store_quantized
 from lockstep.kernels.device.reductions import inverse_rms, row_sums, spread
 from lockstep.kernels.formats.kv import KVCache
 from lockstep.kernels.formats.kv.launch import kv_operand, unsupported_cache
+from lockstep.kernels.integers import ceil_div, next_power_of_2
 from lockstep.kernels.norm.triton import row_layout
 from lockstep.kernels.rotary import rope_and_cache
 
@@ -232,8 +233,8 @@ def rope_and_cache_triton(
     q = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
     pairs = 0 if cos is None else cos.shape[1]
     # About ELEMENTS_PER_CTA elements per CTA, at least one head.
-    heads_per_cta = max(1, ELEMENTS_PER_CTA // triton.next_power_of_2(dim))
-    groups = triton.cdiv(heads, heads_per_cta) + triton.cdiv(kv_heads, heads_per_cta)
+    heads_per_cta = max(1, ELEMENTS_PER_CTA // next_power_of_2(dim))
+    groups = ceil_div(heads, heads_per_cta) + ceil_div(kv_heads, heads_per_cta)
     k = kv_operand(k_cache, qkv.dtype)
     v = kv_operand(v_cache, qkv.dtype)
     if tokens:
@@ -241,7 +242,7 @@ def rope_and_cache_triton(
             qkv, q_weight, k_weight, cos, sin, positions, slot_mapping, k.qdata, v.qdata, q,
             qkv.stride(0), page_size, *k.qdata.stride()[:3], *v.qdata.stride()[:3], eps, offset,
             H=heads, HKV=kv_heads, HALF=pairs, GATED=int(gated), HEADS=heads_per_cta,
-            PAIRS=triton.next_power_of_2(max(pairs, 1)), **row_layout(dim, heads_per_cta),
+            PAIRS=next_power_of_2(max(pairs, 1)), **row_layout(dim, heads_per_cta),
             k_scales=k.scales, v_scales=v.scales, k_layer_constant=k.layer_constant,
             v_layer_constant=v.layer_constant, K_NUM_SCALES=k.num_scales, V_NUM_SCALES=v.num_scales,
             K_STORE=k.store, V_STORE=v.store, ROTATION_BLOCK=k.rotation_block,

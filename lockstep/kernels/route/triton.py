@@ -19,6 +19,7 @@ from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.device.activations import relu2, sigmoid, silu_product
 from lockstep.kernels.device.reductions import row_sum
 from lockstep.kernels.device.tree_reduction import load_tree_sum
+from lockstep.kernels.integers import ceil_div, next_power_of_2
 from lockstep.kernels.route.contract import (
     BARRED_KEY,
     NAN_KEY,
@@ -226,9 +227,9 @@ def route_triton(
     stride, part, parts = _strides(logits)
     gate_stride, gate_part, gate_parts = _strides(shared_gate)
     shared_stride, shared_part, shared_parts = _strides(shared)
-    power = triton.next_power_of_2
+    power = next_power_of_2
     if tokens:
-        _route_kernel[(tokens, 1 + triton.cdiv(width, COLUMNS))](
+        _route_kernel[(tokens, 1 + ceil_div(width, COLUMNS))](
             logits, bias, ids, weights, stride, part, float(scale),
             shared_gate, gate_stride, gate_part, gates,
             shared, shared_stride, shared_part, inner, width,

@@ -4,10 +4,10 @@ from math import gcd
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.integers import ceil_div, next_power_of_2
 from lockstep.kernels.sampling import VOCABULARY_TILE, LogitShard, SamplingState, sample
 from lockstep.kernels.sampling.device_score import Batch, Parameters
 from lockstep.kernels.sampling.exchange_kernels import choose_proposed_kernel, propose_kernel
@@ -91,7 +91,7 @@ class _Launch:
         self.common = dict(STOPS=state.stop_ids.shape[1], W=words, L=longest)
         self.common |= dict(WORD_LANES=_power(longest), enable_fp_fusion=False)
         self.span = SPAN if self.logit_rows >= MANY else BLOCK
-        self.parts = max(triton.cdiv(shard.width, self.span), 1)
+        self.parts = max(ceil_div(shard.width, self.span), 1)
 
     def floats(self, *sizes: int) -> Tensor:
         """Return an unfilled tensor [logit rows, ...] of fp32."""
@@ -185,13 +185,13 @@ class _Launch:
 
 def _power(count: int) -> int:
     """Return the smallest power of 2 that is not below count."""
-    return triton.next_power_of_2(count)
+    return next_power_of_2(count)
 
 
 def _sizes(width: int) -> dict[str, int]:
     """Return the numbers of groups and blocks of `width` logits, at least one of each."""
-    blocks = max(triton.cdiv(width, BLOCK), 1)
-    return dict(BLOCKS=blocks, GROUPS=max(triton.cdiv(width, GROUP), 1), GROUP=GROUP)
+    blocks = max(ceil_div(width, BLOCK), 1)
+    return dict(BLOCKS=blocks, GROUPS=max(ceil_div(width, GROUP), 1), GROUP=GROUP)
 
 
 def _lanes(width: int) -> dict[str, int]:

@@ -1,10 +1,10 @@
 """Launchers of prepare_step and advance_rows in Triton."""
 
 import torch
-import triton
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.integers import ceil_div, next_power_of_2
 from lockstep.kernels.step_metadata import RowTensors, StepTensors, advance_rows, prepare_step
 from lockstep.kernels.step_metadata.kernels import advance_rows_kernel, prepare_step_kernel
 
@@ -51,7 +51,7 @@ def prepare_step_triton(
         ends=longs(rows),
     )
     width = max(query_len if query_lens is None else tokens, columns)
-    prepare_step_kernel[(rows, triton.cdiv(width, BLOCK))](
+    prepare_step_kernel[(rows, ceil_div(width, BLOCK))](
         row_ids=row_ids,
         query_lens=query_lens,
         sources=state_src,
@@ -119,7 +119,7 @@ def advance_rows_triton(
         PROMPT=prompt,
         FORCED=forced,
         W=width,
-        LANES=triton.next_power_of_2(width),
+        LANES=next_power_of_2(width),
         num_warps=1,
     )
     return emitted, accepted, results

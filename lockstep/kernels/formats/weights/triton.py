@@ -17,6 +17,7 @@ from lockstep.kernels.formats.weights.operand import (
     has_irregular_groups,
     quantized_operand,
 )
+from lockstep.kernels.integers import ceil_div
 
 BLOCK_N = 16
 """Weight rows of a tile."""
@@ -89,7 +90,7 @@ def dequantize_weight_triton(weight: QuantizedWeight, out: Tensor) -> None:
     block_k = int(K_BLOCK)
     target = CompileTarget(ANY_ARCH, inline_ptx=False)
     operand, form = quantized_operand(weight, out.dtype, block_k, target)
-    grid = (triton.cdiv(n, BLOCK_N), triton.cdiv(k, block_k))
+    grid = (ceil_div(n, BLOCK_N), ceil_div(k, block_k))
     if has_irregular_groups(weight):
         g_idx = weight.g_idx if isinstance(weight, IntWeight) else None
         _gather_kernel[grid](
