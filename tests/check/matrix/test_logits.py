@@ -15,7 +15,15 @@ from lockstep.check.judges.digests import digest
 from lockstep.check.matrix import logits, logits_setups
 from lockstep.check.matrix.cases import Batch
 from lockstep.check.matrix.logits import run_logits
-from lockstep.check.matrix.logits_setups import CHUNKS, SIZES, Size, batches, engines, make_cases
+from lockstep.check.matrix.logits_setups import (
+    CHUNKS,
+    SIZES,
+    Size,
+    batches,
+    engines,
+    long_length,
+    make_cases,
+)
 from lockstep.check.matrix.setups import Setup
 from lockstep.check.oracle_drafter import OracleDrafter
 from lockstep.check.report.report import LOGITS_CASES, Report
@@ -206,6 +214,17 @@ def test_full_matrix_covers_all_settings() -> None:
         a.name for a in cases[:-1]
     }
     assert cases[-1] in {a for b in runs if b.chunk == 64 for a in b.cases}
+
+
+def test_long_prompt_of_a_cpu_is_cut_into_chunks_by_every_quick_engine() -> None:
+    """A chunk size that the prompt does not reach would leave its batch out."""
+    size = SIZES["quick"]
+    length = long_length(size, "cpu", 1 << 20)
+    assert length < long_length(size, "cuda", 1 << 20)
+    cases = make_cases(50, length, size.max_tokens)
+    for index, _ in enumerate(engines(size, ("none",), "mtp")):
+        (chunk,) = (b.chunk for b in batches(cases, size, index) if b.name.startswith("chunks"))
+        assert chunk < length
 
 
 def test_cases_are_deterministic() -> None:
