@@ -1274,6 +1274,7 @@ FAULTS = (
         "no pages for a forced window", "scheduler", SCHEDULER, "ScheduledRequest.need",
         "$reach += self.num_forced",
         "$reach += 0",
+        "tests/scheduling/test_scheduler.py::test_forced_windows_have_pages_of_the_row",
     ),
     Fault(
         "forced windows take more than their budget", "scheduler", SCHEDULER,

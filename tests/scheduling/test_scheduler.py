@@ -468,15 +468,15 @@ def forced_results(plan: Schedule, remaining: dict[int, int]) -> Results:
 
 
 def test_forced_tokens_take_windows_within_the_budget() -> None:
-    """Rows of 150, 20 and 1 forced tokens: windows of 64 and 16 tokens, 128 tokens a step."""
-    sched = make(rows=3, query_len=4, forced_budget=128)
-    for name, count in (("a", 150), ("b", 20), ("c", 1)):
+    """Rows of 150, 20, 1 and 70 forced tokens: two windows of 64 fill the 128 tokens of a step."""
+    sched = make(rows=4, query_len=4, forced_budget=128)
+    for name, count in (("a", 150), ("b", 20), ("c", 1), ("d", 70)):
         params = SamplingParams(max_tokens=160, forced_token_ids=[5] * count)
         sched.add(Request(name, [1] * 10, params))
     plan = sched.schedule()
-    assert len(plan.prompt) == 3 and not plan.forced
+    assert len(plan.prompt) == 4 and not plan.forced
     sched.update(plan, fake_results(plan))
-    remaining = {1: 150, 2: 20, 3: 1}
+    remaining = {1: 150, 2: 20, 3: 1, 4: 70}
     lengths = []
     while any(entry.num_forced for entry in sched.running):
         plan = sched.schedule()
@@ -485,10 +485,25 @@ def test_forced_tokens_take_windows_within_the_budget() -> None:
         sched.update(plan, forced_results(plan, remaining))
         for row in plan.forced:
             remaining[row] -= min(remaining[row], 64)
-    assert lengths == [([1, 2], 64, [3]), ([1], 64, [2, 3]), ([1], 64, [2, 3])]
+    assert lengths == [([1, 2], 64, [3]), ([1, 4], 64, [2, 3]), ([1, 4], 64, [2, 3])]
     by_name = {entry.request.id: entry.request for entry in sched.running}
     assert by_name["a"].token_sources.count("forced") == 150
     assert by_name["c"].token_sources[:2] == ["forced", "plain"]
+    drain(sched)
+
+
+def test_forced_windows_have_pages_of_the_row() -> None:
+    sched = make(forced_budget=64)
+    sched.add(Request("a", [1] * 10, SamplingParams(max_tokens=160, forced_token_ids=[5] * 150)))
+    step(sched)
+    (entry,) = sched.running
+    remaining = {entry.row: 150}
+    for end in (74, 138, 160):
+        plan = sched.schedule()
+        assert entry.max_committed == end
+        assert len(entry.seq.pages) * 64 >= end
+        sched.update(plan, forced_results(plan, remaining))
+        remaining[entry.row] -= min(remaining[entry.row], 64)
     drain(sched)
 
 
