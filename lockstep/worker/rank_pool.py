@@ -38,7 +38,7 @@ class RankPool:
 
     @property
     def is_open(self) -> bool:
-        """Whether close() was not called yet."""
+        """Return whether the pool keeps processes: until close()."""
         return self._finalizer.still_active()
 
     def take(self, index: int) -> RankProcess | None:
