@@ -115,7 +115,9 @@ def run_replay(scenario: Scenario, model: str | None = None, **settings: Any) ->
     """Run the scenario of a file alone. Raises Interrupted."""
     report = Report("replay", planned={SCENARIOS: 1})
     with running(report):
-        replay(scenario, CheckedModel(model, settings, report, ignore_progress).examiner(), report)
+        checked = CheckedModel(model, settings, report, ignore_progress)
+        with closing(checked.rank_pool):
+            replay(scenario, checked.examiner(), report)
     return report
 
 
