@@ -99,7 +99,7 @@ class LLM:
     Settings are EngineConfig's and TextSettings', and the flags of `vllm serve` by their names:
     those without effect here give warnings, others errors with a remedy. Without
     speculative_config, the checkpoint's draft module drafts, if it has one ("auto").
-    `progress(what, done, total)` is called while loading, in bytes, and while warming up, in shapes.
+    `progress(what, done, total)` is called with bytes while loading, with shapes while warming up.
 
     Any thread may call generate() and chat(): a thread of the LLM runs the engine, which batches
     the requests of all callers. close(), or the end of a `with` block, ends it.
