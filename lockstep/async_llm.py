@@ -2,12 +2,12 @@
 
 import asyncio
 import uuid
-import weakref
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+from lockstep.child_processes import on_end
 from lockstep.config import EngineConfig
 from lockstep.engine.async_engine import AsyncEngine, Update
 from lockstep.engine.kv_publisher import BlockFormat, KVEventPublisher, open_publisher
@@ -54,7 +54,7 @@ class AsyncLLM:
 
     Keywords are LLM's. The engine runs in a separate process, which is started again where it is
     lost, as the server's is; disable_frontend_multiprocessing: in a thread of this process.
-    `progress(what, done, of)` is called while loading. shutdown() ends the engine.
+    `progress(what, done, total)` is called while loading. shutdown() ends the engine.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class AsyncLLM:
         self._client.start()
         self._groups: dict[str, RequestGroup] = {}
         # Where this object goes without shutdown(), the engine ends with it.
-        self._stop = weakref.finalize(self, self._client.shutdown)
+        self._stop = on_end(self, self._client.shutdown)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, **keywords: Any) -> "AsyncLLM":

@@ -4,8 +4,9 @@ import contextlib
 import ctypes
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
+from multiprocessing.util import Finalize
 
 IGNORED_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 """Signals that terminals and supervisors send to a whole process group."""
@@ -25,6 +26,15 @@ def blocked_signals() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def on_end(owner: object, function: Callable[[], object]) -> Finalize:
+    """Call a function once, when its owner is collected or this process exits.
+
+    multiprocessing waits for child processes at exit. Functions of weakref.finalize may be called
+    after that wait, which child processes that ignore signals would never end.
+    """
+    return Finalize(owner, function, exitpriority=0)
 
 
 def end_with_parent() -> None:

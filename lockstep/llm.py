@@ -2,7 +2,6 @@
 
 import threading
 import uuid
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -10,6 +9,7 @@ from numbers import Number
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+from lockstep.child_processes import on_end
 from lockstep.config import EngineConfig
 from lockstep.engine.async_engine import AsyncEngine, Inbox, Update
 from lockstep.engine.engine import Engine
@@ -99,7 +99,7 @@ class LLM:
     Settings are EngineConfig's and TextSettings', and the flags of `vllm serve` by their names:
     those without effect here give warnings, others errors with a remedy. Without
     speculative_config, the checkpoint's draft module drafts, if it has one ("auto").
-    `progress(what, done, of)` is called while loading, in bytes, and while warming up, in shapes.
+    `progress(what, done, total)` is called with bytes while loading, with shapes while warming up.
 
     Any thread may call generate() and chat(): a thread of the LLM runs the engine, which batches
     the requests of all callers. close(), or the end of a `with` block, ends it.
@@ -395,7 +395,7 @@ class LLM:
                 self._client = client
                 # The thread refers to the engine, not to this object. If this object is collected
                 # without close(), the thread ends and the engine's memory is freed.
-                self._stop = weakref.finalize(self, client.shutdown)
+                self._stop = on_end(self, client.shutdown)
             return self._client
 
     def _params(

@@ -85,8 +85,11 @@ def run_check(
         if seconds is not None:
             # Scenarios never run out, so they take what the other parts leave of the time.
             parts.sort(key=lambda part: part.fills)
-        with _frozen(), closing(checked.rank_pool):
-            _run_parts(parts, checked, effort, deadline)
+        with _frozen():
+            with closing(checked.rank_pool):
+                _run_parts(parts, checked, effort, deadline)
+            # At the interpreter's exit no thread can limit the time in which NCCL ends.
+            gc.collect()
         progress("done", 1, 1)
     return report
 
@@ -112,7 +115,9 @@ def run_replay(scenario: Scenario, model: str | None = None, **settings: Any) ->
     """Run the scenario of a file alone. Raises Interrupted."""
     report = Report("replay", planned={SCENARIOS: 1})
     with running(report):
-        replay(scenario, CheckedModel(model, settings, report, ignore_progress).examiner(), report)
+        checked = CheckedModel(model, settings, report, ignore_progress)
+        with closing(checked.rank_pool):
+            replay(scenario, checked.examiner(), report)
     return report
 
 

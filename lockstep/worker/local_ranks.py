@@ -61,14 +61,13 @@ class LocalRanks:
                     num_readers=len(self.ranks),
                 )
                 engine = NextEngine(settings, config, hooks)
-                rank = None if self.pool is None else self.pool.take(index)
-                if rank is None:
-                    rank = self._start_process(context, engine)
-                else:
-                    rank.pipe.send_bytes(pickle.dumps(engine))
+                idle = None if self.pool is None else self.pool.take(index)
+                rank = idle or self._start_process(context, engine)
                 self.processes.append(rank.process)
                 self.connections.append(rank.reports)
                 self._pipes.append(rank.pipe)
+                if idle is not None:
+                    idle.pipe.send_bytes(pickle.dumps(engine))
 
     def _start_process(self, context: Any, engine: NextEngine) -> RankProcess:
         index = engine.settings.index

@@ -1,9 +1,11 @@
 """Processes of ranks that have left one engine and wait for the next one."""
 
-import weakref
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+
+from lockstep.child_processes import on_end
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,12 @@ class RankPool:
 
     def __init__(self) -> None:
         self._idle: list[RankProcess] = []
-        self._finalizer = weakref.finalize(self, end_all, self._idle)
+        self._finalizer = on_end(self, partial(end_all, self._idle))
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the pool keeps processes: until close()."""
+        return self._finalizer.still_active()
 
     def take(self, index: int) -> RankProcess | None:
         """Return an idle process of this rank that lives, or None."""
@@ -45,7 +52,7 @@ class RankPool:
 
     def put(self, rank: RankProcess) -> None:
         """Keep an idle process, or end it after close()."""
-        if self._finalizer.alive:
+        if self.is_open:
             self._idle.append(rank)
         else:
             rank.end()

@@ -285,6 +285,7 @@ def run_rank(connection: Connection, pipe: Connection, engine: NextEngine) -> No
             # An engine's objects refer to each other: only a collection frees its memory.
             gc.collect()
             if pick_device(engine.config) != "cpu":
+                torch.cuda.synchronize()  # a fault of this engine must not appear in the next one
                 torch.cuda.empty_cache()
             reporter.report(Idle())
             engine = pickle.loads(pipe.recv_bytes())

@@ -5,12 +5,12 @@ import logging
 import pickle
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
+from lockstep.child_processes import on_end
 from lockstep.config import EngineConfig, Plan
 from lockstep.errors import ConfigError, LockstepError, RankError
 from lockstep.kernels.exchange import ALONE, RankGroup
@@ -199,17 +199,18 @@ class RankWatch:
         return sum(idle) == self.size - 1
 
     def _release(self) -> bool:
-        """Let all ranks leave this engine and wait for another one, if there is a pool for them.
+        """Let all ranks leave this engine and wait for another one, if there is an open pool.
 
         Returns whether the pool has them. end() ends the others.
         """
         host = self.hosts[0]
-        if not isinstance(host, LocalRanks) or host.pool is None or not self.serving:
+        if not isinstance(host, LocalRanks) or host.pool is None or not host.pool.is_open:
             return False
         # Garbage collection may end an engine in any thread, this one included.
-        if self.failure is not None or self.thread in (None, threading.current_thread()):
+        if not self.serving or self.thread in (None, threading.current_thread()):
             return False
         try:
+            self.check()
             self.send(pickle.dumps(Stop(stays=True)))
         except (OSError, RankError):
             return False
@@ -258,7 +259,7 @@ class PeerRanks:
         pool = None if self._has_nodes else hooks.rank_pool
         local = LocalRanks(range(1, len(config.node_ranks)), pool)
         self._running = RankWatch(config.tensor_parallel_size, [local])
-        self._finalizer = weakref.finalize(self, self._running.end)
+        self._finalizer = on_end(self, self._running.end)
         try:
             choose_device(config, 0)
             store = connect_store(LOCALHOST, 0, config.tensor_parallel_size, seconds, first=True)
@@ -394,7 +395,7 @@ class PeerRanks:
     def close(self, why: str = "") -> None:
         """End the processes. why: the error for which they end; "" without one."""
         self._running.end(why)
-        self._finalizer.detach()
+        self._finalizer.cancel()
 
 
 class NoPeerRanks:

@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -146,6 +148,44 @@ def test_a_process_that_does_not_leave_its_engine_is_not_kept(
     os.kill(process.pid, signal.SIGSTOP)
     executor_of(llm.engine).close()
     assert not process.is_alive() and pool.take(1) is None
+
+
+def test_ranks_do_not_wait_for_an_engine_that_a_closed_pool_will_not_have(
+    memory_files: None,
+) -> None:
+    pool = RankPool()
+    llm = make_engine(None, CheckHooks(rank_pool=pool), tensor_parallel_size=2)
+    (process,) = processes(llm)
+    pool.close()
+    executor_of(llm.engine).close()
+    assert process.exitcode == 0, "it has ended by itself"
+
+
+ENGINES = {
+    "LLM": "llm = LLM(**settings); llm.generate('a')",
+    "AsyncLLM": "llm = AsyncLLM(**settings)",
+}
+EXIT = """
+import sys
+import weakref
+
+class Owner: pass
+
+owner = Owner()
+weakref.finalize(owner, print, "finalized")
+assert "multiprocessing.util" not in sys.modules
+from lockstep import LLM, AsyncLLM
+settings = dict(max_model_len=64, max_num_seqs=1, tensor_parallel_size=2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_program_ends_that_does_not_close_its_engine(name: str, memory_files: None) -> None:
+    """multiprocessing would wait for the ranks before it calls the functions of weakref."""
+    program = EXIT + ENGINES[name]
+    ended = subprocess.run([sys.executable, "-c", program], timeout=120, capture_output=True)
+    assert (ended.returncode, ended.stdout) == (0, b"finalized\n"), ended.stderr.decode()
 
 
 def exhaust_memory(worker: Worker) -> None:

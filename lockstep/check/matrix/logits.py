@@ -50,7 +50,7 @@ def run_logits(checked: CheckedModel, deadline: Deadline = NO_DEADLINE) -> None:
         return build(checked.name, settings, setup.hooks(), None, checked.rank_pool)
 
     checked.progress("logits: plain outputs", 0, 0)
-    plain = _build_plain(build_setup, report)
+    plain = _build_plain(build_setup, report, checked.config.tensor_parallel_size)
     cases = make_cases(plain.engine.vocab_size, long, size.max_tokens)
     expected: dict[str, Answer] = {}
     # The other half of the time is for the comparisons.
@@ -89,11 +89,15 @@ def run_logits(checked: CheckedModel, deadline: Deadline = NO_DEADLINE) -> None:
         report.omit(LOGITS, missing, TIME_UP)
 
 
-def _build_plain(build_setup: Callable[..., CheckEngine], report: Report) -> CheckEngine:
+def _build_plain(
+    build_setup: Callable[..., CheckEngine], report: Report, num_ranks: int
+) -> CheckEngine:
     """Build the engine of the plain run on one rank, or on all if one has not enough memory."""
     try:
         return build_setup(PLAIN, tensor_parallel_size=1)
     except (CapacityError, torch.OutOfMemoryError) as error:
+        if num_ranks == 1:
+            raise
         report.omit(LOGITS, "plain run on one rank", f"one rank has not enough memory: {error}")
     return build_setup(PLAIN)
 

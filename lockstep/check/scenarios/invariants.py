@@ -189,7 +189,9 @@ class CheckedScheduler(Scheduler):
             raise InvariantError(f"pages of (salt, adapter) {origin} have the keys of {known}")
         self._order.add(request)
         self.requests.append(request)
+        # An id that is used again begins anew.
         self.num_preempted.pop(request.id, None)
+        self._row_of_partner.pop(request.id, None)
 
     def schedule(self) -> Schedule:
         """Return the next schedule. Raises InvariantError if it violates an invariant."""

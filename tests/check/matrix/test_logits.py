@@ -127,6 +127,20 @@ def test_plain_runs_have_one_rank(
         assert report.not_exercised()[reason] == ["plain run on one rank"]
 
 
+def test_model_that_does_not_fit_is_built_once(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = []
+
+    def fail(name: str, settings: dict[str, Any], *rest: Any) -> CheckEngine:
+        built.append(settings)
+        raise CapacityError("it needs more memory")
+
+    monkeypatch.setattr(logits, "build", fail)
+    assert check().not_exercised()["it needs more memory"] == ["logits of other batches"]
+    assert len(built) == 1
+
+
 @pytest.mark.gpu
 def test_the_bundled_model_in_every_graph_mode_on_a_gpu() -> None:
     report = run_check("quick", sections=("logits",), device="cuda")
