@@ -222,6 +222,7 @@ SIZED: dict[str, SizedCases] = {
     "fp8_linear": _linear,
     "rms_norm": _norm,
     "add_rms_norm": _add_norm,
+    "quantize_add_rms_norm": _add_norm,
     "paged_attention": _attention,
     "rope_and_cache": _rope,
     "latent_attention": _latent_attention,

@@ -218,7 +218,7 @@ class Gemm(Weight):
     def finish(self) -> None:
         """Finish the weight and prepack it on a CPU.
 
-        The plain copy is dropped unless another module sources it.
+        The plain copy is dropped unless another module reads it.
         """
         super().finish()
         if self.quantized is not None and self.shared:

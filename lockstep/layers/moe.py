@@ -329,7 +329,7 @@ class MoE(nn.Module):
 
     def dispatch(self, x: Tensor, ctx: StepContext) -> DispatchResult:
         """Choose the experts of each token, and run the shared expert."""
-        # Strided views of one tensor, which the op sources without copies.
+        # Strided views of one tensor, which the op reads without copies.
         fused, logits, gate = self.router(x, ctx).split(self.widths, dim=-1)
         shared_inner = fused if self.shared_up is None else self.shared_up(x, ctx)
         ids, weights, activated, shared_gate = self.route(

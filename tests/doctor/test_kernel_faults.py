@@ -19,8 +19,11 @@ from lockstep.doctor.examine import (
 )
 from lockstep.doctor.kernels import Doctor, backends_of, merge_modes
 from lockstep.doctor.needs import kernels_of
+from lockstep.kernels import Op
 from lockstep.kernels.backends import load, uses_numba
 from lockstep.kernels.formats.kv.table import kv_format
+from lockstep.kernels.formats.weights import K_BLOCK
+from lockstep.kernels.fp8_linear import quantize_add_rms_norm, quantize_rows, quantize_silu_mul
 from lockstep.kernels.health import health_path, read_health
 from lockstep.kernels.linear import linear
 from lockstep.kernels.norm import rms_norm
@@ -73,6 +76,22 @@ def test_state_of_16_bits_widens_the_tolerance() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         case = Case("a state", {"x": torch.ones(2), "state": (torch.ones(2, dtype=dtype),)})
         assert tolerance_of(case, torch.float32) == TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("op", [quantize_silu_mul, quantize_add_rms_norm], ids=lambda op: op.name)
+def test_code_of_a_number_that_is_an_ulp_away_is_no_fault(op: Op) -> None:
+    """A GPU's norm or activation may differ from a CPU's in its last bit, and a code with it."""
+    rows = torch.randn(19, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rows_an_ulp_away = (rows.view(torch.int16) + 1).view(torch.bfloat16)
+    words, _ = quantize_rows(rows, K_BLOCK)
+    other, _ = quantize_rows(rows_an_ulp_away, K_BLOCK)
+    assert not torch.equal(words, other)
+    examiner = Examiner(Job(op.name, "reference", "cuda", ()), lambda message: None)
+    assert not examiner._difference("result 2", other, words, TOLERANCE[torch.bfloat16])
+    # A kernel that stores its words in another order is still found.
+    assert examiner._difference("result 2", words.flip(1), words, TOLERANCE[torch.bfloat16])
+    given = Examiner(Job("quantize_rows", "reference", "cuda", ()), lambda message: None)
+    assert given._difference("result 0", other, words, TOLERANCE[torch.bfloat16])
 
 
 def test_hang_is_named_after_the_time_limit() -> None:

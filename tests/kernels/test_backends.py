@@ -5,9 +5,11 @@ from itertools import islice
 import pytest
 import torch
 
+from lockstep.doctor.examine import CODE_TOLERANCE, QUANTIZING
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.experts import experts
 from lockstep.kernels.formats.kv import QuantizedKV
+from lockstep.kernels.formats.weights.fp8 import e4m3_values
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
 from lockstep.kernels.latent_attention import latent_attention
 from lockstep.kernels.mamba2 import mamba2_chunk, mamba2_step
@@ -89,6 +91,10 @@ def test_backend_agrees_with_reference(op, backend, first, last):
                 assert same_bits(have, want), (name, part)
                 continue
             close = max(tolerance, TOLERANCE.get(want.dtype, 0.0))
+            if op.name in QUANTIZING and want.dtype == torch.int32:
+                # A code away where the norm is an ulp away: test_fp8_linear.py compares the bits.
+                have, want = (e4m3_values(x.view(torch.uint8)) for x in (have, want))
+                close = CODE_TOLERANCE
             torch.testing.assert_close(
                 have,
                 want,

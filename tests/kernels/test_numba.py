@@ -1,5 +1,6 @@
 """Numba kernels: the definition of their products, their functions, threads, and no Numba."""
 
+import os
 import subprocess
 import sys
 from dataclasses import is_dataclass, replace
@@ -334,6 +335,46 @@ def test_thread_count_changes_no_bit() -> None:
         torch.set_num_threads(before)
     for product, attended in results[1:]:
         assert torch.equal(product, results[0][0]) and torch.equal(attended, results[0][1])
+
+
+LARGE_SCRATCH = {
+    "paged_attention": (
+        "from lockstep.kernels.attention.cases import paged\n"
+        "arguments = paged(((0, 3),), 1, 1, 20000, 16, torch.float32)\n"
+    ),
+    "gated_delta_step": (
+        "from lockstep.kernels.gated_delta_rule.cases import gated_delta_step_cases\n"
+        "from lockstep.kernels.recurrent.cases import Dims\n"
+        "cases = gated_delta_step_cases(torch.float32, (Dims(1, 4, 128, 256),))\n"
+        "arguments = next(c for _, c in cases if len(c['slots']))\n"
+    ),
+    "lora": (
+        "arguments = dict(\n"
+        "    y=torch.zeros(2, 8), x=torch.ones(2, 200000), a=torch.ones(2, 1, 200000),\n"
+        "    b=torch.ones(2, 1, 8), scales=torch.ones(2, 1), parts=torch.zeros(8).int(),\n"
+        "    adapter_ids=torch.ones(2).int(),\n"
+        ")\n"
+    ),
+    "linear": (
+        "from lockstep.kernels.linear.tiled import TiledWeight\n"
+        "weight = TiledWeight(torch.ones(40, 20000, dtype=torch.bfloat16))\n"
+        "arguments = dict(x=torch.ones(16, 20000, dtype=torch.bfloat16), weight=weight)\n"
+    ),
+}
+"""Op -> program that makes arguments for which its kernel allocates more than 200 KB."""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc returns memory at once")
+@pytest.mark.parametrize("name", LARGE_SCRATCH)
+def test_kernels_keep_their_memory_while_they_use_it(name: str) -> None:
+    """A write to memory that is freed already ends the process, since malloc has unmapped it."""
+    code = (
+        "import torch\nfrom lockstep.kernels.backends import all_ops, load\nload()\n"
+        f"{LARGE_SCRATCH[name]}"
+        f"all_ops()[{name!r}].backends['numba'].run(**arguments)\n"
+    )
+    unmaps = dict(MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536")
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | unmaps)
 
 
 @pytest.mark.parametrize("dim", [1, 17, 40, 56, 80, 120])

@@ -11,7 +11,7 @@ The bits of a query depend on its row's keys alone:
 
 import numpy as np
 
-from lockstep.kernels.simd.compiler import KernelTable, inline, kernel
+from lockstep.kernels.simd.compiler import KernelTable, inline, keep_alive, kernel
 from lockstep.kernels.simd.functions import exp, sigmoid
 from lockstep.kernels.simd.vectors import (
     F32,
@@ -197,6 +197,7 @@ def _make_kernel(dtype, size):
                         factors = rounded(dtype, sigmoid(vload_part(dtype, gate, d, dim)))
                         value = rounded(dtype, value) * factors
                     vstore_part(dtype, out + head_offset * size, d, dim, value)
+        keep_alive(memory)
 
     return paged_attention
 

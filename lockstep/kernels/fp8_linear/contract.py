@@ -80,7 +80,7 @@ class QuantizedRows:
         return unpack_codes(self.words, 8, 4 * self.words.shape[1])[:, : self.k], self.scales
 
 
-@op(needed_for="FP8 activations")
+@op(needed_for="FP8 activations with a scale per block")
 def quantize_silu_mul(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """Compute quantize_rows(silu_mul(gate_up), K_BLOCK), without silu_mul's result in memory.
 
@@ -90,7 +90,7 @@ def quantize_silu_mul(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return words, scales
 
 
-@op(needed_for="FP8 activations")
+@op(needed_for="FP8 activations with a scale per block")
 def quantize_add_rms_norm(
     x: Tensor,
     delta: Tensor,

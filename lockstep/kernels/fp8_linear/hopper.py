@@ -350,6 +350,8 @@ def choose_hopper_tile(
 ) -> HopperTile:
     """Return the tile of the shortest expected time. may_split: the partials may go to memory."""
     outputs = CTA_ROWS if shares_scale(weight, CTA_ROWS) else ROWS.value
+    if tokens > NARROW:  # prompts have any number of tokens, and all within a tile are alike
+        tokens = ceil_div(tokens, NARROW) * NARROW
     return _fastest_tile(tokens, *weight.shape, outputs, split_k if may_split else 1, num_sms)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from lockstep.kernels.gated_delta_rule.reference import L2_EPS
 from lockstep.kernels.norm.numba_kernels import gated_norm_row
 from lockstep.kernels.recurrent.numba_kernels import next_folded
-from lockstep.kernels.simd.compiler import KernelTable, inline, kernel
+from lockstep.kernels.simd.compiler import KernelTable, inline, keep_alive, kernel
 from lockstep.kernels.simd.functions import exp, inverse_sqrt, sigmoid, silu, softplus
 from lockstep.kernels.simd.vectors import (
     BF16,
@@ -294,6 +294,7 @@ def _make_kernel(dtype, size, state_dtype, state_size):
                 states, state_bytes, memory, conv, slot, conv_len, history, u_history, k_history,
                 decay_history, entries, committed, target, due, grid, hk, hv, dk, dv, columns, u, o,
             )  # fmt: skip
+        keep_alive(scratch)
 
     return gated_delta_step
 

@@ -3,7 +3,7 @@
 
 import numpy as np
 
-from lockstep.kernels.simd.compiler import KernelTable, inline, kernel
+from lockstep.kernels.simd.compiler import KernelTable, inline, keep_alive, kernel
 from lockstep.kernels.simd.vectors import (
     F32,
     FLOATS,
@@ -82,6 +82,7 @@ def _make_lora(dtype, size):
                         value = vload_part(dtype, y_row, n, last) + splat(scale) * delta
                         vstore_part(dtype, y_row, n, last, value)
                 first = last
+        keep_alive(memory)
 
     return lora
 

@@ -19,6 +19,15 @@ def inline(function):
     return njit(function, no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)
 
 
+@inline
+def keep_alive(array):
+    """Keep an array's memory until this call.
+
+    Numba frees an array after its last use, and loads and stores by its address are no uses.
+    """
+    return array.size
+
+
 class KernelTable(dict):
     """Kernels by the dtypes that they load and store."""
 
