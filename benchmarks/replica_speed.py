@@ -49,7 +49,7 @@ Answer = tuple[float, float, list[int]]
 
 
 def body_of(number: int, tokens: int) -> dict[str, Any]:
-    """Return a request with a prompt and a seed of its own."""
+    """Return a request whose prompt and seed depend on its number."""
     prompt = [(7 * i + i * i * number + number) % VOCAB for i in range(PROMPT_TOKENS)]
     body: dict[str, Any] = {"model": "lockstep", "prompt": prompt, "seed": number}
     body |= {"max_tokens": tokens, "ignore_eos": True, "temperature": 1.0}

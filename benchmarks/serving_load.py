@@ -29,7 +29,7 @@ from lockstep.bench.measurement import print_json, start_server
 from lockstep.bench.serving import PERCENTILES, Load, ServingFigures, random_requests, run_load
 
 STOP_SECONDS = 30.0
-"""Seconds until a server that was told to end is killed."""
+"""Seconds from SIGTERM until the server is killed."""
 FIRST_TOKENS = 16
 """Tokens of the first answer. Without a tokenizer the last chunk of an answer has no text."""
 CACHE = "TRITON_CACHE_DIR"
