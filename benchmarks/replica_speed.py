@@ -1,4 +1,4 @@
-"""Tokens per second of replicas on two GPUs, against two servers without anything before them.
+"""Tokens per second of replicas on two GPUs, against two servers without a router.
 
     python benchmarks/replica_speed.py FOLDER [--streams 32,128] [--what servers,replicas,ranks]
 
@@ -23,10 +23,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ Answer = tuple[float, float, list[int]]
 
 
 def body_of(number: int, tokens: int) -> dict[str, Any]:
-    """Return a request with a prompt and a seed of its own."""
+    """Return a request whose prompt and seed depend on its number."""
     prompt = [(7 * i + i * i * number + number) % VOCAB for i in range(PROMPT_TOKENS)]
     body: dict[str, Any] = {"model": "lockstep", "prompt": prompt, "seed": number}
     body |= {"max_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
@@ -219,7 +218,7 @@ def wait_until(condition: Callable[[], bool], deadline: float) -> None:
     """Wait for a condition. Raises TimeoutError after the deadline."""
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError("waited in vain")
+            raise TimeoutError("the condition did not become true in time")
         time.sleep(0.05)
 
 
@@ -238,27 +237,26 @@ def kill_a_replica(clients: Clients, servers: Servers, tokens: int) -> None:
     """Kill a replica and its engine under KILL_STREAMS streams, and print what came of them."""
     clients.send(servers.paths, KILL_STREAMS, tokens)
     servers.reset()
-    killed: list[float] = []
 
-    def kill() -> None:
+    def kill() -> float:
         deadline = time.monotonic() + PATIENCE
         wait_until(lambda: min(servers.metric("replica_num_requests_running")) > 4, deadline)
         time.sleep(0.5)
         replica, *_ = replica_processes(servers.processes[0].pid)
         for pid in (replica, *children_of(replica)):
             os.kill(pid, signal.SIGKILL)
-        killed.append(time.monotonic())
+        return time.monotonic()
 
-    thread = threading.Thread(target=kill)
     begun = time.monotonic()
-    thread.start()
-    answers, equal = clients.send(servers.paths, KILL_STREAMS, tokens)
-    thread.join()
+    with ThreadPoolExecutor(1) as killer:
+        future = killer.submit(kill)
+        answers, equal = clients.send(servers.paths, KILL_STREAMS, tokens)
+        killed = future.result()
     print_json(
         {
             "what": "kill -9 of a replica",
             "streams": KILL_STREAMS,
-            "killed_after_s": round(killed[0] - begun, 2),
+            "killed_after_s": round(killed - begun, 2),
             "complete_after_s": round(max(end for _, end, _ in answers), 2),
             "moved": servers.metric("requests_moved_total"),
             "equal": equal,
@@ -286,6 +284,9 @@ def main() -> None:
     parser.add_argument("--what", default=",".join(WHAT))
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
+    kinds = args.what.split(",")
+    if not set(kinds) <= set(WHAT):
+        parser.error(f"--what={args.what!r} is not allowed; allowed: {', '.join(WHAT)}")
     context = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory() as name,
@@ -309,7 +310,7 @@ def main() -> None:
             "ranks": [([*on_ray, "--replicas", "1", "--tensor-parallel-size", "2"], {})],
         }
         clients = Clients(pool)
-        for what in args.what.split(","):
+        for what in kinds:
             begun = time.monotonic()
             with started(settings[what]) as servers:
                 print_json({"what": what, "start_s": round(time.monotonic() - begun, 1)})

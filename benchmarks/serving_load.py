@@ -14,7 +14,6 @@ tokens/s, and TTFT, TPOT and ITL in ms at p50, p90 and p99. No prompt is repeate
 """
 
 import argparse
-import os
 import socket
 import subprocess
 import sys
@@ -26,11 +25,11 @@ from functools import partial
 from typing import Any
 
 from lockstep.bench.http_client import Server, StreamRequest, send
-from lockstep.bench.measurement import print_json
+from lockstep.bench.measurement import print_json, start_server
 from lockstep.bench.serving import PERCENTILES, Load, ServingFigures, random_requests, run_load
 
 STOP_SECONDS = 30.0
-"""Seconds until a server that was told to end is killed."""
+"""Seconds from SIGTERM until the server is killed."""
 FIRST_TOKENS = 16
 """Tokens of the first answer. Without a tokenizer the last chunk of an answer has no text."""
 CACHE = "TRITON_CACHE_DIR"
@@ -47,22 +46,23 @@ class StartedServer:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        command = [sys.executable, "-m", "lockstep", "serve", *options, "--port", str(port)]
-        environment = os.environ | ({CACHE: cache} if cache else {})
+        environment = {CACHE: cache} if cache else {}
         began = time.perf_counter()
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
-        assert self.process.stdout is not None
-        if not self.process.stdout.readline():
-            raise SystemExit(f"the server ended with status {self.process.wait()}")
+        self.process = start_server(
+            [*options, "--port", str(port)], stderr=None, environment=environment
+        )
         self.listens = time.perf_counter() - began
         self.server = Server.at(f"http://127.0.0.1:{port}")
-        self.name = self.server.first_model()
-        (request,) = self.requests(1, 16, FIRST_TOKENS, 0)
-        sent = time.perf_counter()
-        result = send(self.server, request, sent)
-        if result.error is not None:
+        try:
+            self.name = self.server.first_model()
+            (request,) = self.requests(1, 16, FIRST_TOKENS, 0)
+            sent = time.perf_counter()
+            result = send(self.server, request, sent)
+            if result.error is not None:
+                raise SystemExit(f"the first request failed: {result.error}")
+        except BaseException:
             self.end()
-            raise SystemExit(f"the first request failed: {result.error}")
+            raise
         self.first_token = sent - began + result.ttft
 
     def requests(

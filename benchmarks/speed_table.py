@@ -5,10 +5,10 @@
 
 Prints a Markdown table with a line for each model, weight format and K, and one for each kind of
 prompt: the target in ms, and the recorded figure. Steps are in ms at ROWS rows and context CONTEXT.
---measure: folder of the folders that
-`benchmarks/models.py` writes; each cell is measured by benchmarks/step.py on this machine, next to
-the recorded figure. --only: names of folders, separated by commas. A line that fails has the last
-line of its error as its figure.
+
+--measure: folder of the folders that `benchmarks/models.py` writes; each cell is measured by
+benchmarks/step.py on this machine, next to the recorded figure. --only: names of folders, separated
+by commas. A line that fails has the last line of its error as its figure.
 """
 
 import argparse

@@ -86,6 +86,8 @@ def main() -> None:
     add_ranks_option(parser)
     args = parser.parse_args()
     rows = tuple(sorted(args.rows))
+    if max(args.prompt_rows) > rows[-1]:
+        parser.error(f"--prompt-rows has more than the {rows[-1]} rows of --rows")
     length = max(args.context + 8 * PAGE_SIZE, max(args.prompt, default=0) + PAGE_SIZE)
     prompts = [(tokens, count) for tokens in args.prompt for count in args.prompt_rows]
     prompt_tokens = max((tokens * count for tokens, count in prompts), default=0)

@@ -11,6 +11,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import TextIO
 
+from lockstep.bench.measurement import children_of
+
 PRELOADED_MODULE = "tests.forked_imports"
 
 
@@ -29,12 +31,6 @@ def forked_children(pid: int) -> list[int]:
     """
     servers = [child for child in children_of(pid) if _is_forked(child)]
     return [child for server in servers for child in children_of(server) if _is_forked(child)]
-
-
-def children_of(pid: int) -> list[int]:
-    """Return the child processes of a process."""
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for item in threads for child in (item / "children").read_text().split()]
 
 
 def _is_forked(pid: int) -> bool:

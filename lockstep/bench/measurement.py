@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -93,14 +93,17 @@ def start_server(
     options: Sequence[str],
     *,
     program: Sequence[str] = ("-m", "lockstep"),
-    stderr: IO[str] | int = subprocess.DEVNULL,
+    stderr: IO[str] | int | None = subprocess.DEVNULL,
+    environment: Mapping[str, str] | None = None,
 ) -> "subprocess.Popen[bytes]":
     """Start `lockstep serve` and wait until it listens, when it prints its first line.
 
-    program: arguments of Python before the command. Raises RuntimeError if the server ends first.
+    program: arguments of Python before the command. environment: variables in addition to those of
+    this process. Raises RuntimeError if the server ends first.
     """
     command = [sys.executable, *program, "serve", *options]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr)
+    variables = {**os.environ, **(environment or {})}
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=variables)
     assert server.stdout is not None
     if not server.stdout.readline():
         server.stdout.close()

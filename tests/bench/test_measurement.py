@@ -53,3 +53,11 @@ def test_a_line_is_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_server_that_does_not_start_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="status 3"):
         start_server([], program=("-c", "import sys; sys.exit(3)"))
+
+
+def test_a_server_has_further_variables() -> None:
+    code = "import os; print('listens'); assert os.environ['ONE'] == 'a' and 'PATH' in os.environ"
+    server = start_server([], program=("-c", code), environment={"ONE": "a"})
+    assert server.stdout is not None
+    server.stdout.close()
+    assert server.wait(30) == 0

@@ -1,9 +1,15 @@
 """The simulation of replicas: its laws, not its figures."""
 
+import json
+
 import pytest
 
+from benchmarks import speed_table
 from benchmarks.replicas import (
+    FORCED_SECONDS,
     POLICIES,
+    PROMPT_TOKENS_PER_SECOND,
+    STEP_SECONDS,
     Chat,
     Replica,
     Turn,
@@ -52,6 +58,19 @@ def test_the_cache_keeps_the_latest_snapshots() -> None:
     assert replica.hit(Turn(Chat(0, 1, 1, 3000, [2500, 3000]), 1, 0.0, 3000, 10)) == 0
 
 
+def test_rates_are_the_recorded_figures() -> None:
+    """docs/scaling.md has the simulation's results: run benchmarks/replicas.py after a change."""
+    figures = speed_table.recorded()
+    steps = " / ".join(f"{1e3 * seconds:.2f}" for _, seconds in STEP_SECONDS)
+    assert figures["Qwen3.6-27B bf16, K = 0"].startswith(f"{steps} ms at 1 / 8 / 64 rows ")
+    prompt = 8192e3 / PROMPT_TOKENS_PER_SECOND
+    assert figures["Qwen3.6-27B bf16, 8,192 tokens"].startswith(f"{prompt:.0f} ms ")
+    cells = json.loads((speed_table.FOLDER / "results" / "forced.json").read_text())["cells"]
+    forced = {cell["cell"]: cell["figure"] for cell in cells}
+    milliseconds = forced["Qwen3.6-27B bf16: forced token of every row"].split(" / ")
+    assert milliseconds[0] == f"{1e3 * FORCED_SECONDS:.3f}"
+
+
 @pytest.mark.parametrize(("rows", "seconds"), [(1, 0.0137), (8, 0.01477), (128, 0.0413)])
 def test_steps_take_the_measured_time(rows: int, seconds: float) -> None:
     assert step_seconds(rows) == pytest.approx(seconds)
@@ -63,4 +82,4 @@ def test_a_turn_takes_its_prompt_and_its_steps() -> None:
     replica.add(turn)
     assert replica.advance(0.5) == [] and turn.first_token is None
     assert replica.advance(2.0) == [turn]
-    assert turn.first_token == pytest.approx(0.793)
+    assert turn.first_token == pytest.approx(8192 / PROMPT_TOKENS_PER_SECOND)

@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.forked_processes import children_of, forked_children
+from lockstep.bench.measurement import children_of
+from tests.forked_processes import forked_children
 from tests.serve.server_process import COMMAND, PATIENCE, is_gone, served
 
 pytestmark = [

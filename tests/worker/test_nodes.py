@@ -46,6 +46,7 @@ from lockstep.worker.worker import Worker
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, make_engine
 from tests.forked_processes import forked_children
 from tests.ports import free_port
+from tests.serve.server_process import is_gone
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 SIZES = {"max_model_len": 512, "max_num_seqs": 4}
@@ -642,7 +643,7 @@ def test_a_node_whose_head_ends_or_stops_ends_its_ranks(
         assert len(node_ranks) == 1
         began = time.monotonic()
         os.kill(head.pid, sent)
-        wait_until(lambda: not any(map(is_alive, node_ranks)), 20.0)
+        wait_until(lambda: all(map(is_gone, node_ranks)), 20.0)
         assert process.wait(60) == 2
         print(f"{sent.name}: the node has ended after {time.monotonic() - began:.0f} s")
         assert process.stderr is not None
@@ -650,10 +651,3 @@ def test_a_node_whose_head_ends_or_stops_ends_its_ranks(
         wait_until(lambda: group_is_gone(process), 10.0)
     head.kill()
     head.communicate()
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process runs; one that has ended may still be in the table of processes."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
