@@ -54,8 +54,9 @@ def quantize_rows(x: Tensor, block_k: int) -> tuple[Tensor, Tensor]:
 class QuantizedRows:
     """Rows x [T, K] that their producer has quantized, with a scale per K_BLOCK columns.
 
-    words, scales: results of quantize_rows(x, K_BLOCK). k: K. dtype: of x. plain: x itself, for
-    products with plain weights; None if there are none.
+    words, scales: results of quantize_rows(x, K_BLOCK); on a GPU the scales of a block are next to
+    each other. k: K. dtype: of x. plain: x itself, for products with plain weights; None if there
+    are none.
     """
 
     words: Tensor
