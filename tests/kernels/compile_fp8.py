@@ -63,7 +63,7 @@ def compile_hopper(block_ks: tuple[int, ...]) -> None:
     for block_k, tokens, may_split in product(block_ks, TOKENS, (True, False)):
         weight = Fp8Weight.empty(N, K, BLOCK, block_k, device="meta")
         x = torch.empty(tokens, K, dtype=torch.bfloat16, device="meta")
-        tile = choose_hopper_tile(tokens, weight, SPLIT_K, may_split, target.num_sms)
+        tile = choose_hopper_tile(tokens, weight, SPLIT_K, may_split)
         parts = (SPLIT_K,) if tile.splits else ()
         dtype = torch.float32 if tile.splits else torch.bfloat16
         out = torch.empty(*parts, tokens, N, dtype=dtype, device="meta")

@@ -14,7 +14,7 @@ them. So all scales are read from shared memory.
 """
 
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -335,54 +335,26 @@ class HopperTile:
 
 NARROW = 64
 """Maximum tokens of a narrow tile."""
-BLOCK_TIMES = {(NARROW, 128): 0.39, (CTA_ROWS, 64): 0.31, (CTA_ROWS, 128): 0.46}
-"""us that a CTA of an H200 takes for a block of 128 columns, by (tokens, outputs) of the tile."""
-PARTIALS_RATE = 3e6
-"""Bytes per us at which partials are written and read."""
+MAX_SPLIT_TOKENS = 128
+"""Maximum tokens of a product whose split-K partitions are tiles of their own."""
 MAX_SCALES = 512
 """Maximum blocks of a weight row, whose scales are in shared memory: K = 65,536."""
 GROUP = 16
 """Row tiles that share a column tile's weights in L2."""
 
 
-def choose_hopper_tile(
-    tokens: int, weight: Fp8Weight, split_k: int, may_split: bool, num_sms: int
-) -> HopperTile:
-    """Return the tile of the shortest expected time. may_split: the partials may go to memory."""
-    outputs = CTA_ROWS if shares_scale(weight, CTA_ROWS) else ROWS.value
-    if tokens > NARROW:  # prompts have any number of tokens, and all within a tile are alike
-        tokens = ceil_div(tokens, NARROW) * NARROW
-    return _fastest_tile(tokens, *weight.shape, outputs, split_k if may_split else 1, num_sms)
+def choose_hopper_tile(tokens: int, weight: Fp8Weight, split_k: int, may_split: bool) -> HopperTile:
+    """Return the tile. may_split: the partials may be written to memory.
 
-
-@cache  # a step has a few shapes, and a choice takes 100 us
-def _fastest_tile(
-    tokens: int, n: int, k: int, max_outputs: int, max_parts: int, num_sms: int
-) -> HopperTile:
-    """Return the tile of a product of weight [n, k], whose partitions may be max_parts tiles.
-
-    Up to NARROW tokens the bytes of the weight bind, so one tile has all tokens, and a partition
-    is a tile. Otherwise the time is that of the waves of tiles. docs/kernels/fp8_linear.md has the
-    measured times.
-
-    max_outputs: most outputs of a wide tile.
+    docs/kernels/fp8_linear.md has the times of all tiles. More kinds of tiles would gain little,
+    and a prompt could need a kernel that no step at the start has launched.
     """
+    splits = may_split and split_k > 1 and tokens <= MAX_SPLIT_TOKENS
     if tokens <= NARROW:
         size = next(size for size, _ in STAGES if tokens <= size)
-        return HopperTile(size, CTA_ROWS, splits=max_parts > 1)
-
-    def expected_us(tile: HopperTile) -> float:
-        parts = max_parts if tile.splits else 1
-        tiles = ceil_div(tokens, tile.tokens) * ceil_div(n, tile.outputs) * parts
-        blocks = ceil_div(ceil_div(k, WORD_COLUMNS), parts)
-        moved = 8 * tokens * n * parts if tile.splits else 0  # fp32, written and read
-        time = BLOCK_TIMES[tile.tokens, tile.outputs]
-        return ceil_div(tiles, num_sms) * blocks * time + moved / PARTIALS_RATE
-
-    sizes = [size for size in BLOCK_TIMES if size[0] == NARROW or size[1] <= max_outputs]
-    splits = (True, False) if max_parts > 1 else (False,)
-    tiles = [HopperTile(*size, split) for size in sizes for split in splits]
-    return min(tiles, key=expected_us)
+        return HopperTile(size, CTA_ROWS, splits)
+    outputs = CTA_ROWS if shares_scale(weight, CTA_ROWS) else ROWS.value
+    return HopperTile(CTA_ROWS, outputs, splits)
 
 
 def shares_scale(weight: Fp8Weight, outputs: int) -> bool:
@@ -402,7 +374,7 @@ def tile_of(
 ) -> HopperTile | Fp8Tile:
     """Return the tile of this kernel, or that of triton.py where the kernel does not run."""
     if target.arch == HOPPER and fits(weight, split_k):
-        return choose_hopper_tile(tokens, weight, split_k, may_split, target.num_sms)
+        return choose_hopper_tile(tokens, weight, split_k, may_split)
     return choose_tile(tokens, split_k, may_split, target)
 
 
@@ -464,7 +436,7 @@ def fp8_linear_hopper(
     if not fits(weight, split_k):
         return fp8_linear_triton(x, weight, split_k, allow_partials, out)
     target = compile_target(x.device)
-    tile = choose_hopper_tile(len(x), weight, split_k, out is None, target.num_sms)
+    tile = choose_hopper_tile(len(x), weight, split_k, out is None)
     fill = partial(launch_hopper, x, weight, split_k, tile, target)
     num_partials = split_k if tile.splits else 1
     return run_kernel(fill, x, weight.shape[0], num_partials, allow_partials, out)
