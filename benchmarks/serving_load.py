@@ -14,6 +14,7 @@ tokens/s, and TTFT, TPOT and ITL in ms at p50, p90 and p99. No prompt is repeate
 """
 
 import argparse
+import os
 import socket
 import subprocess
 import sys
@@ -46,7 +47,7 @@ class StartedServer:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        environment = {CACHE: cache} if cache else {}
+        environment = {**os.environ, CACHE: cache} if cache else None
         began = time.perf_counter()
         self.process = start_server(
             [*options, "--port", str(port)], stderr=None, environment=environment

@@ -98,12 +98,11 @@ def start_server(
 ) -> "subprocess.Popen[bytes]":
     """Start `lockstep serve` and wait until it listens, when it prints its first line.
 
-    program: arguments of Python before the command. environment: variables in addition to those of
+    program: arguments of Python before the command. environment: its variables, None for those of
     this process. Raises RuntimeError if the server ends first.
     """
     command = [sys.executable, *program, "serve", *options]
-    variables = {**os.environ, **(environment or {})}
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=variables)
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=environment)
     assert server.stdout is not None
     if not server.stdout.readline():
         server.stdout.close()

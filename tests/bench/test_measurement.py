@@ -1,5 +1,6 @@
 """The parts that benchmark scripts share."""
 
+import os
 import time
 
 import pytest
@@ -55,9 +56,9 @@ def test_a_server_that_does_not_start_is_an_error() -> None:
         start_server([], program=("-c", "import sys; sys.exit(3)"))
 
 
-def test_a_server_has_further_variables() -> None:
+def test_a_server_has_the_given_variables() -> None:
     code = "import os; print('listens'); assert os.environ['ONE'] == 'a' and 'PATH' in os.environ"
-    server = start_server([], program=("-c", code), environment={"ONE": "a"})
+    server = start_server([], program=("-c", code), environment={**os.environ, "ONE": "a"})
     assert server.stdout is not None
     server.stdout.close()
     assert server.wait(30) == 0
