@@ -46,14 +46,14 @@ CELL_SECONDS = 300
 
 @dataclass(frozen=True)
 class Line:
-    """Line of the table. recorded: name of its cell in benchmarks/results, "" for none.
+    """Line of the table.
 
-    folder: of the model, within the folder of --measure. options: of step.py.
+    name: also that of its cell in benchmarks/results, where its figure is recorded. folder: of the
+    model, within the folder of --measure. options: of step.py.
     """
 
     name: str
     folder: str
-    recorded: str
     options: tuple[str, ...]
 
     def measure(self, models: Path) -> str:
@@ -91,15 +91,14 @@ def lines() -> list[Line]:
     for folder, name, more in MODELS:
         for k in (0, 3):
             options = ("--rows", rows, "--k", str(k), "--context", str(CONTEXT), *more)
-            table.append(Line(f"{name}, K = {k}", folder, f"{name}, K = {k}", options))
+            table.append(Line(f"{name}, K = {k}", folder, options))
         for tokens in PROMPTS:
             options = ("--rows", "1", "--context", "64", "--prompt", str(tokens), *more)
-            cell = f"{name}, {tokens:,} tokens"
-            table.append(Line(cell, folder, cell, options))
+            table.append(Line(f"{name}, {tokens:,} tokens", folder, options))
         count, tokens = BATCH
         options = ("--rows", str(count), "--context", "64", "--prompt", str(tokens))
         options += ("--prompt-rows", str(count), *more)
-        table.append(Line(f"{name}, {count} prompts of {tokens:,} tokens", folder, "", options))
+        table.append(Line(f"{name}, {count} prompts of {tokens:,} tokens", folder, options))
     return table
 
 
@@ -124,7 +123,7 @@ def print_table(models: Path | None, folders: set[str]) -> None:
     for line in lines():
         if folders and line.folder not in folders:
             continue
-        figure = figures.get(line.recorded, "not measured")
+        figure = figures.get(line.name, "not measured")
         cells = [line.name, TARGETS.get(line.name, ""), figure]
         if models is not None:
             cells.append(line.measure(models))
