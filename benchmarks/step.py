@@ -146,9 +146,9 @@ def measure_prompt(
     """Return the figures of `count` prompts of `tokens` tokens each."""
     line: dict[str, Any] = {"ms": prompt_ms(worker, tokens, count, pages)}
     if args.kernels:
-        (first, *_) = prompt_steps(tokens, count)
-        set_prompts(worker, *first, count, pages)
-        line["kernels"] = kernels(worker, prompt_shape(first[1], count), 1)
+        computed, step_tokens = prompt_steps(tokens, count)[0]
+        set_prompts(worker, computed, step_tokens, count, pages)
+        line["kernels"] = kernels(worker, prompt_shape(step_tokens, count), 1)
     return line
 
 
