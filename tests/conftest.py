@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,9 @@ def pytest_collection(session: pytest.Session) -> None:
     conftests = (path.resolve() for folder in folders for path in folder.rglob("conftest.py"))
     for path in (*conftests, *files[begin:]):
         name = ".".join(path.relative_to(session.config.rootpath).with_suffix("").parts)
-        try:
+        # The collection imports it again and reports what is wrong.
+        with suppress(Exception, pytest.skip.Exception):
             import_module(name)
-        except (Exception, pytest.skip.Exception):
-            # The collection imports it again and reports what is wrong.
-            continue
 
 
 @pytest.hookimpl(tryfirst=True)
