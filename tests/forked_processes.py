@@ -33,6 +33,12 @@ def forked_children(pid: int) -> list[int]:
     return [child for server in servers for child in children_of(server) if _is_forked(child)]
 
 
+def second_rank(engine: int) -> int:
+    """Return the process id of the only rank that an engine's process has forked."""
+    (rank,) = forked_children(engine)
+    return rank
+
+
 def _is_forked(pid: int) -> bool:
     return b"multiprocessing.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.forked_processes import forked_children
+from tests.forked_processes import second_rank
 from tests.ports import free_port
 from tests.serve.server_process import COMMAND, PATIENCE, engine_of, is_gone, served
 from tests.serve.test_engine_process import completion_text, wait_until, watch_restart
@@ -18,12 +18,6 @@ BODY: dict[str, Any] = {"prompt": "def read(path):", "max_tokens": 20, "temperat
 SIZES = ["--max-model-len", "512", "--max-num-seqs", "2", "--speculative-config", "none"]
 
 pytestmark = pytest.mark.slow
-
-
-def second_rank(engine: int) -> int:
-    """Return the process id of the only rank that an engine's process has started."""
-    (rank,) = forked_children(engine)
-    return rank
 
 
 def test_an_idle_server_notices_a_dead_rank(tmp_path: Path) -> None:

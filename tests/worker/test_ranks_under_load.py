@@ -24,7 +24,7 @@ from lockstep.worker.executor import executor_of
 from lockstep.worker.worker import LaunchedStep, Worker
 from tests import engine_factories
 from tests.engine_factories import EngineAndGrammars, Progress, run, wait_until_empty
-from tests.forked_processes import forked_children
+from tests.forked_processes import second_rank
 from tests.tiny_model import TWO_LAYERS, make_model
 
 ROWS = 2
@@ -70,12 +70,6 @@ def short_of_memory(settings: dict[str, Any], path: Path, progress: Progress) ->
         path.touch()
         executor_of(engine_and_grammars[0]).collective_rpc(exhaust_memory)
     return engine_and_grammars
-
-
-def second_rank(engine: int) -> int:
-    """Return the process id of the only rank that an engine's process has started."""
-    (rank,) = forked_children(engine)
-    return rank
 
 
 def make_request(number: int) -> Request:
