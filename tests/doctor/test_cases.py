@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.config import EngineConfig
 from lockstep.doctor.cases import cases_of
 from lockstep.doctor.needs import kernels_of
+from lockstep.kernels.backends import load
 from lockstep.kernels.linear import linear
+from lockstep.layers.build_context import BuildContext
+from lockstep.layers.linear import Gemm
 
 NARROW = 600
 """Output columns below which the weights of the test have two split-K partitions."""
@@ -15,7 +19,7 @@ NARROW = 600
 def test_partitions_of_a_rank_are_those_of_the_whole_weight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A rank has half of the output columns. That must not change how K is cut."""
+    """A rank has half of the output columns. That must not change how K is split."""
     chosen: list[int] = []
 
     def choose(n: int, *rest: object) -> int:
@@ -32,3 +36,13 @@ def test_partitions_of_a_rank_are_those_of_the_whole_weight(
             *_, sized = cases_of(linear, need, torch.float32)
             assert sized.arguments["split_k"] == need.split_k
             assert f"/{need.split_k}" in sized.name
+
+
+def test_cases_of_a_gpu_have_the_split_k_of_the_layer() -> None:
+    load()
+    build = BuildContext("cuda", torch.bfloat16, window=1, max_positions=64, arch=90)
+    build.memory_budget.bounded = False  # tensors without memory take none
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        gemm = Gemm(build, 2048, [(None, 256)], total=65536)
+    *_, sized = cases_of(linear, build.needs[-1], torch.bfloat16)
+    assert sized.arguments["split_k"] == gemm.split_k == 1

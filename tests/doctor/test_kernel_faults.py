@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.config import EngineConfig
 from lockstep.doctor.cases import Case, cases_of
@@ -20,16 +19,14 @@ from lockstep.doctor.examine import (
 from lockstep.doctor.kernels import Doctor, backends_of, merge_modes
 from lockstep.doctor.needs import kernels_of
 from lockstep.kernels import Op
-from lockstep.kernels.backends import load, uses_numba
+from lockstep.kernels.backends import uses_numba
 from lockstep.kernels.formats.kv.table import kv_format
 from lockstep.kernels.formats.weights import K_BLOCK
 from lockstep.kernels.fp8_linear import quantize_add_rms_norm, quantize_rows, quantize_silu_mul
 from lockstep.kernels.health import health_path, read_health
-from lockstep.kernels.linear import linear
 from lockstep.kernels.norm import rms_norm
 from lockstep.kernels.selection import BackendHealth, KernelSelection
-from lockstep.layers.build_context import BuildContext, KernelNeed
-from lockstep.layers.linear import Gemm
+from lockstep.layers.build_context import KernelNeed
 
 FAULTY = "tests.doctor.faulty_backends"
 NEED = KernelNeed("rms_norm", {"device": "cpu", "dtype": torch.float32, "width": 80})
@@ -244,15 +241,3 @@ def test_bundled_model_raises_no_alarm() -> None:
     report = Doctor("cpu", save=False).examine(needs, lambda *progress: None)
     assert not report.findings and not report.unserved
     assert {entry.op for entry in report.examined} == {need.op for need in needs}
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_cases_have_the_split_k_of_the_layer(device: str) -> None:
-    """The columns of all ranks decide it, so this rank's columns alone would give another one."""
-    load()
-    build = BuildContext(device, torch.bfloat16, window=1, max_positions=64, arch=90)
-    build.memory_budget.bounded = False  # tensors without memory take none
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        gemm = Gemm(build, 2048, [(None, 256)], total=65536)
-    *_, sized = cases_of(linear, build.needs[-1], torch.bfloat16)
-    assert sized.arguments["split_k"] == gemm.split_k == 1
