@@ -149,14 +149,6 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(work, PATIENCE))
 
 
-def wait_until(condition: Callable[[], bool], what: str = "") -> None:
-    """Wait for a condition; fail after PATIENCE seconds."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain {what}"
-        time.sleep(0.005)
-
-
 def wait_until_empty(client: AsyncEngine) -> Stats:
     """Wait until the engine has no request and no used page, and return its stats."""
     time.sleep(2 * HEARTBEAT_SECONDS)  # the process sends its stats with heartbeats only

@@ -24,9 +24,9 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from tests import engine_factories
 from tests.engine.test_kv_publisher import Subscriber
-from tests.engine_factories import wait_until
 from tests.kv_index import PrefixIndex
 from tests.tiny_model import TWO_LAYERS, make_model
+from tests.waiting import wait_until
 
 PAGE = 64
 

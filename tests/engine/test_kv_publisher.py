@@ -21,7 +21,7 @@ from lockstep.engine.kv_publisher import (
     with_rank,
 )
 from lockstep.errors import ConfigError
-from tests.engine_factories import wait_until
+from tests.waiting import wait_until
 
 FACTS = BlockFormat(2, {"sql": 1})
 ON = {"enable_kv_cache_events": True}

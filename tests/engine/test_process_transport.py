@@ -40,8 +40,9 @@ from lockstep.outputs import Logprob, RequestMetrics
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import MAX_FAILED_REQUESTS, MAX_REQUEST_FAILURES, Request
 from tests import engine_factories
-from tests.engine_factories import run, wait_until, wait_until_empty
+from tests.engine_factories import run, wait_until_empty
 from tests.tiny_model import TWO_LAYERS, make_model
+from tests.waiting import wait_until
 
 LONG = 300
 STEP_SECONDS = 5.0

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +18,7 @@ from lockstep.engine.thread_transport import ThreadTransport
 from lockstep.serve.app import create_app
 from lockstep.serve.requests.service import Limits, Service
 from lockstep.text.processor import Processor
+from tests.waiting import wait_until
 
 PATIENCE = 60
 SETTINGS: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 4}
@@ -88,14 +88,6 @@ def listening(
             thread.join(PATIENCE)
             engine.shutdown()
     assert not thread.is_alive()
-
-
-def wait_until(condition: Any) -> None:
-    """Wait for a condition; fail after PATIENCE seconds."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.005)
 
 
 def chat(server: SimpleNamespace, messages: list[Any], **options: Any) -> Any:

@@ -23,8 +23,8 @@ from tests.serve.live_server import (
     chat,
     complete,
     serving,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 ENDS = ("<|endoftext|>", "<|im_end|>")
 """End tokens, which are not part of a text but count as tokens."""

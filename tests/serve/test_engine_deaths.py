@@ -17,7 +17,8 @@ import pytest
 
 from tests.serve.live_server import CALL, TOOLS
 from tests.serve.server_process import PATIENCE, engine_of, served
-from tests.serve.test_engine_process import counters, wait_until
+from tests.serve.test_engine_process import counters
+from tests.waiting import wait_until
 
 SERVER = """
 import sys

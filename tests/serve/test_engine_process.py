@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests.serve.server_process import PATIENCE, engine_of, is_gone, served
+from tests.waiting import wait_until
 
 LONG = {"prompt": "1, 2,", "max_tokens": 1900, "ignore_eos": True, "stream": True}
 RUNS = {**LONG, "max_tokens": 300, "logprobs": 1, "seed": 3, "temperature": 1.0}
@@ -57,14 +58,6 @@ def counters(client: httpx.Client) -> dict[str, float]:
     lines = client.get("/metrics").text.splitlines()
     pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
     return {name: float(value) for name, value in pairs if "_total" in name}
-
-
-def wait_until(condition: Any) -> None:
-    """Wait for a condition; fail after PATIENCE seconds."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ import pytest
 from tests.forked_processes import second_rank
 from tests.ports import free_port
 from tests.serve.server_process import COMMAND, PATIENCE, engine_of, is_gone, served
-from tests.serve.test_engine_process import completion_text, wait_until, watch_restart
+from tests.serve.test_engine_process import completion_text, watch_restart
+from tests.waiting import wait_until
 
 BODY: dict[str, Any] = {"prompt": "def read(path):", "max_tokens": 20, "temperature": 0}
 SIZES = ["--max-model-len", "512", "--max-num-seqs", "2", "--speculative-config", "none"]

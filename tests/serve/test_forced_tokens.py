@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from lockstep import LLM
-from tests.serve.live_server import MTP, SETTINGS, serving, wait_until
+from tests.serve.live_server import MTP, SETTINGS, serving
+from tests.waiting import wait_until
 
 MODEL = str(Path(__file__).parents[1] / "assets" / "qwen3")
 PATHS = {

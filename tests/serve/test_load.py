@@ -20,7 +20,8 @@ from lockstep.engine.process_transport import ProcessTransport
 from lockstep.llm import processor_of
 from lockstep.text.settings import TextSettings
 from tests.engine_factories import PATIENCE, plain, wait_until_empty
-from tests.serve.live_server import MTP, SETTINGS, TOOLS, listening, serving, wait_until
+from tests.serve.live_server import MTP, SETTINGS, TOOLS, listening, serving
+from tests.waiting import wait_until
 
 CALLS = 500
 OWNERS = ("Zorin", "Tavoli", "Kelmar", "Bosan", "Ferdo")

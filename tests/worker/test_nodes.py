@@ -47,6 +47,7 @@ from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, make_engine
 from tests.forked_processes import forked_children
 from tests.ports import free_port
 from tests.serve.server_process import is_gone
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 SIZES = {"max_model_len": 512, "max_num_seqs": 4}
@@ -542,14 +543,6 @@ def group_is_gone(process: subprocess.Popen[str]) -> bool:
     except ProcessLookupError:
         return True
     return False
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    """Wait until a condition is true."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "in time"
-        time.sleep(0.05)
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ from tests.serve.live_server import (
     chat,
     complete,
     serving,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -19,7 +19,8 @@ from lockstep import LLM
 from lockstep.serve.app import create_app
 from lockstep.serve.http.access import AccessRules
 from lockstep.serve.requests.service import Service
-from tests.serve.live_server import MTP, SETTINGS, serving, wait_until
+from tests.serve.live_server import MTP, SETTINGS, serving
+from tests.waiting import wait_until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [
