@@ -4,6 +4,7 @@ import math
 import random
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -89,13 +90,18 @@ def test_ties_of_logits_choose_the_first_token() -> None:
     assert accepted(replace(greedy, logit_bias={7: -1.0})) == [20]
 
 
+def kept_tokens(scores: Any, params: SamplingParams, slack: float) -> list[int]:
+    """Return the tokens that min_p, top_k and top_p keep. slack: tolerance of filter_mask()."""
+    kept: list[int] = numpy_sampler.filter_mask(scores, params, slack).nonzero()[0].tolist()
+    return kept
+
+
 def test_tokens_that_tie_with_the_last_of_top_k_are_kept() -> None:
     scores = np.arange(V, dtype=np.float64)
     scores[:10] = scores[40]
     params = SamplingParams(top_k=10)
     for tolerance in (numpy_sampler.SCORE_TOLERANCE, -numpy_sampler.SCORE_TOLERANCE):
-        kept = numpy_sampler.filter_mask(scores, params, tolerance).nonzero()[0]
-        assert kept.tolist() == [*range(10), *range(40, V)]
+        assert kept_tokens(scores, params, tolerance) == [*range(10), *range(40, V)]
 
 
 def test_rounding_decides_between_tokens_at_the_end_of_top_k() -> None:
@@ -103,9 +109,7 @@ def test_rounding_decides_between_tokens_at_the_end_of_top_k() -> None:
     scores = np.arange(V, dtype=np.float64)
     scores[[3, 39]] = scores[40] - tolerance / 2
     params = SamplingParams(top_k=10)
-
-    def kept(slack: float) -> list[int]:
-        return [int(t) for t in numpy_sampler.filter_mask(scores, params, slack).nonzero()[0]]
+    kept = partial(kept_tokens, scores, params)
 
     assert kept(tolerance) == [3, 39, *range(40, V)]
     assert kept(-tolerance) == [*range(41, V)], "tokens 3 and 39 may be before token 40"
@@ -118,9 +122,7 @@ def test_rounding_decides_between_tokens_at_the_end_of_top_p() -> None:
     scores = np.full(V, -40.0)
     scores[[3, 5, 9]] = (2.0, 1.0, 1.0 - tolerance / 2)
     params = SamplingParams(top_p=0.6)  # token 3 has 0.58
-
-    def kept(slack: float) -> list[int]:
-        return [int(t) for t in numpy_sampler.filter_mask(scores, params, slack).nonzero()[0]]
+    kept = partial(kept_tokens, scores, params)
 
     assert kept(tolerance) == [3, 5, 9]
     assert kept(-tolerance) == [3], "token 9 may be before token 5"
