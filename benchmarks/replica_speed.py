@@ -225,14 +225,14 @@ def wait_until(condition: Callable[[], bool], deadline: float) -> None:
 
 
 def replica_processes(server: int) -> list[int]:
-    """Return the processes of a server's replicas."""
+    """Return the processes of a server's replicas. server: its process id."""
     name = f"ray::ServeReplica:lockstep-{os.uname().nodename.lower()}-{server}:".encode()
     result = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if (entry / "cmdline").read_bytes().startswith(name):
                 result.append(int(entry.name))
-    return result
+    return sorted(result)
 
 
 def kill_a_replica(clients: Clients, servers: Servers, tokens: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.replica_speed import replica_processes
 from lockstep.bench.measurement import children_of
 from tests.forked_processes import forked_children
 from tests.serve.server_process import COMMAND, PATIENCE, is_gone, served
@@ -95,24 +96,6 @@ def wait_until(condition: Callable[[], Any], seconds: float = LIMIT) -> None:
         time.sleep(0.2)
 
 
-def processes(name: bytes) -> list[int]:
-    """Return the processes of this machine whose command line begins with the name."""
-    result = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                if (entry / "cmdline").read_bytes().startswith(name):
-                    result.append(int(entry.name))
-    return result
-
-
-def replica_processes(running: Any) -> list[int]:
-    """Return the processes of a server's replicas."""
-    application = f"ray::ServeReplica:lockstep-{os.uname().nodename}-{running.pid}:".lower()
-    actors = processes(application.replace("ray::servereplica", "ray::ServeReplica").encode())
-    return sorted(actors)
-
-
 @contextlib.contextmanager
 def replicated(tmp_path: Path, *options: str) -> Iterator[tuple[Any, httpx.Client, Path]]:
     """Yield (server process, client, socket), and end the server as Ctrl-C does."""
@@ -123,7 +106,7 @@ def replicated(tmp_path: Path, *options: str) -> Iterator[tuple[Any, httpx.Clien
             yield running, client, path
             running.send_signal(signal.SIGINT)
             assert running.wait(PATIENCE) == 0, log.read_text()
-            wait_until(lambda: not replica_processes(running), 10)
+            wait_until(lambda: not replica_processes(running.pid), 10)
         except BaseException:
             print(log.read_text())
             raise
@@ -140,7 +123,7 @@ def test_answers_outlive_replicas(tmp_path: Path) -> None:
 
         def kill() -> None:
             wait_until(lambda: min(metric(client, "replica_num_requests_running").values()) > 4)
-            os.kill(replica_processes(running)[0], signal.SIGKILL)
+            os.kill(replica_processes(running.pid)[0], signal.SIGKILL)
 
         assert asyncio.run(answers(path, bodies, kill)) == expected
         assert metric(client, "requests_moved")["lost"] > 4
@@ -168,7 +151,7 @@ def test_replicas_of_two_ranks_answer_like_one_rank(tmp_path: Path) -> None:
     options = ["--replicas", "2", "--tensor-parallel-size", "2"]
     with replicated(tmp_path, *options) as (running, client, path):
         wait_until(lambda: len(metric(client, "replica_info")) == 2)
-        (lost, *_) = replica_processes(running)
+        (lost, *_) = replica_processes(running.pid)
         ranks = ranks_of(lost)
         assert len(ranks) == 1
 
@@ -186,7 +169,7 @@ def test_replicas_of_two_ranks_answer_like_one_rank(tmp_path: Path) -> None:
 
         def kill_rank() -> None:
             wait_for_load()
-            os.kill(ranks_of(replica_processes(running)[0])[0], signal.SIGKILL)
+            os.kill(ranks_of(replica_processes(running.pid)[0])[0], signal.SIGKILL)
 
         assert asyncio.run(answers(path, bodies, kill_rank)) == expected
         wait_until(lambda: sum(metric(client, "replica_engine_restarts").values()) == 1)
@@ -252,7 +235,7 @@ def test_ray_of_another_program_is_left_alone(tmp_path: Path) -> None:
     ray.init(address="local", num_cpus=1, include_dashboard=False)
     try:
         with replicated(tmp_path, "--replicas", "2") as (running, _, _):
-            wait_until(lambda: len(replica_processes(running)) == 2)
+            wait_until(lambda: len(replica_processes(running.pid)) == 2)
         assert ray.is_initialized()
     finally:
         ray.shutdown()
