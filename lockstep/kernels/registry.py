@@ -35,16 +35,22 @@ class Op:
     """Op with its backends. Calling it runs the reference.
 
     writes: names of the arguments that the op changes in place. needed_for: what engines that need
-    the op have and others lack, e.g. experts; "" for an op without such a condition.
+    the op have and others lack, e.g. experts; "" for an op without such a condition. callers: names
+    of the ops whose backends run this one, if no layer chooses it.
     """
 
     def __init__(
-        self, reference: Function, writes: tuple[str, ...] = (), needed_for: str = ""
+        self,
+        reference: Function,
+        writes: tuple[str, ...] = (),
+        needed_for: str = "",
+        callers: tuple[str, ...] = (),
     ) -> None:
         self.name = reference.__name__
         self.reference = reference
         self.writes = writes
         self.needed_for = needed_for
+        self.callers = callers
         self.__doc__ = reference.__doc__
         self.backends: dict[str, Backend] = {
             "reference": Backend(reference, _reference_supports),
@@ -91,13 +97,19 @@ def op(reference: Function) -> Op: ...
 
 
 @overload
-def op(*, writes: tuple[str, ...] = (), needed_for: str = "") -> Callable[[Function], Op]: ...
+def op(
+    *, writes: tuple[str, ...] = (), needed_for: str = "", callers: tuple[str, ...] = ()
+) -> Callable[[Function], Op]: ...
 
 
 def op(
-    reference: Function | None = None, *, writes: tuple[str, ...] = (), needed_for: str = ""
+    reference: Function | None = None,
+    *,
+    writes: tuple[str, ...] = (),
+    needed_for: str = "",
+    callers: tuple[str, ...] = (),
 ) -> Op | Callable[[Function], Op]:
-    """Turn a reference function into an op. writes, needed_for: see Op."""
+    """Turn a reference function into an op. writes, needed_for, callers: see Op."""
     if reference is not None:
         return Op(reference)
-    return lambda function: Op(function, writes, needed_for)
+    return lambda function: Op(function, writes, needed_for, callers)

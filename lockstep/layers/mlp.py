@@ -22,11 +22,12 @@ class GatedMLP(nn.Module):
         self.gate_up = Linear(
             build, hidden, dict.fromkeys(("gate_proj", "up_proj"), columns), bias=bias
         )
-        self.act = build.activation(silu_mul, columns)
         self.down = PartialLinear(build, inner, {"down_proj": Columns.of(hidden)}, bias=bias)
         self.quantizes = build.rank.size == 1 and self.down.takes_codes
         if self.quantizes:
             self.quantize = build.op(quantize_silu_mul)
+        else:
+            self.act = build.activation(silu_mul, columns)
 
     @property
     def first_linear(self) -> Linear:

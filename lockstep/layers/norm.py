@@ -54,11 +54,12 @@ class AddRMSNorm(Norm):
     ) -> None:
         super().__init__(build, width, eps, offset)
         self.norm = build.op(rms_norm, width=width)
-        self.add_norm = build.add_rms_norm(width)
         self.quantizes = reader is not None and reader.takes_codes and build.rank.size == 1
         self.keeps_norm = reader is not None and reader.reads_plain
         if self.quantizes:
             self.quantize = build.op(quantize_add_rms_norm, width=width)
+        else:
+            self.add_norm = build.add_rms_norm(width)
 
     def forward(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor | QuantizedRows]:
         if delta is None:  # before the first layer

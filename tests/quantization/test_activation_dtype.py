@@ -15,7 +15,9 @@ from lockstep.kernels.fp8_linear import fp8_linear, quantize_add_rms_norm, quant
 from lockstep.kernels.linear import linear
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Gemm, Linear
+from lockstep.layers.mlp import GatedMLP
 from lockstep.layers.moe import MoE, Routing
+from lockstep.layers.norm import AddRMSNorm
 from lockstep.quantization import read_weight_format
 from tests.models.random_checkpoint import MTP, build
 from tests.quantization.cases import BLOCKS, FP8, NVFP4, compressed_settings, floats, ints, modelopt
@@ -205,6 +207,16 @@ def test_producers_that_quantize_change_no_bit(
     # The first layer's first norm has nothing to add; the last norm's reader is no linear layer.
     layers = CONFIG["num_hidden_layers"]
     assert mlps > 0 and calls[quantize_add_rms_norm.name] * layers == mlps * (2 * layers - 1)
+
+
+def test_producers_that_quantize_choose_no_other_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op that is chosen is explained and examined, so it must be one that runs."""
+    build = context("fp8")
+    monkeypatch.setattr(Gemm, "takes_codes", property(lambda gemm: gemm.product is fp8_linear))
+    mlp = GatedMLP(build, 256, 384)
+    AddRMSNorm(build, 256, 1e-6, reader=mlp.first_linear)
+    ops = {choice.op for choice in build.choices}
+    assert ops == {"rms_norm", fp8_linear.name, quantize_silu_mul.name, quantize_add_rms_norm.name}
 
 
 def test_layers_that_other_readers_need_quantize_themselves() -> None:

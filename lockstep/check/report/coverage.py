@@ -9,6 +9,7 @@ from lockstep.check import oracle_drafter
 from lockstep.check.drafters import NO_DRAFTER
 from lockstep.engine.engine import Engine
 from lockstep.kernels.backends import all_ops
+from lockstep.kernels.registry import Op
 from lockstep.sampling_params import SamplingParams
 from lockstep.spec import DRAFTERS
 
@@ -85,14 +86,21 @@ class Coverage:
         return missing + self._missing_ops() + self._missing_backends()
 
     def _missing_ops(self) -> list[tuple[str, str]]:
-        """Return the ops that no engine needed."""
+        """Return the ops that no layer chose."""
         missing = []
         for name, op in all_ops().items():
             if name not in self.backends:
-                is_conditional = op.needed_for and self.has_engine
-                reason = f"has {op.needed_for}" if is_conditional else "needed it"
-                missing.append((f"op {name}", f"no engine of this run {reason}"))
+                missing.append((f"op {name}", self._why_not_chosen(op)))
         return missing
+
+    def _why_not_chosen(self, op: Op) -> str:
+        """Return why no layer chose an op."""
+        callers = [name for name in op.callers if name in self.backends]
+        if callers:
+            return f"no layer chooses it; backends of {', '.join(callers)} may run it"
+        is_conditional = op.needed_for and self.has_engine
+        reason = f"has {op.needed_for}" if is_conditional else "needed it"
+        return f"no engine of this run {reason}"
 
     def _missing_backends(self) -> list[tuple[str, str]]:
         """Return the backends that did not run of ops that ran: ops by backend and reason."""

@@ -1,4 +1,4 @@
-"""Cases of fp8_linear and quantize_rows for every backend.
+"""Cases of fp8_linear, quantize_rows and its fused forms for every backend.
 
 Odd sizes, no rows, several tiles, split-K, each kind of scale; a row of zeros and a row of tiny
 values. The columns past a row's end are NaN.

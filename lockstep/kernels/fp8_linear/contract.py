@@ -28,7 +28,7 @@ NAN_CODE = 0x7F
 """Code of every NaN, whatever its sign and payload were."""
 
 
-@op(needed_for="FP8 activations")
+@op(needed_for="FP8 activations", callers=("fp8_linear",))
 def quantize_rows(x: Tensor, block_k: int) -> tuple[Tensor, Tensor]:
     """Quantize x [T, K] to e4m3fn, with a scale per row and per block_k columns.
 

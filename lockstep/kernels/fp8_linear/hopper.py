@@ -73,14 +73,14 @@ def accumulator_layout(columns):
 
 
 @gluon.constexpr_function
-def store_layout(bits, TOKENS_LEFT, columns):
+def store_layout(bits, X_IS_LEFT, columns):
     """Return the layout in which results [ROWS, columns] are stored, along the outputs.
 
     16-bit results pass through shared memory to vectors of 16 bytes, and so do those with the
     outputs in rows. An accumulator has pairs of columns, which fill sectors of 32 bytes as fp32.
     """
     vector = 128 // bits
-    if not TOKENS_LEFT:
+    if not X_IS_LEFT:
         return gl.BlockedLayout([vector, 1], [64 // vector, vector // 2], [1, 4], [0, 1])
     if bits == 32:
         return accumulator_layout(columns)
@@ -130,30 +130,31 @@ def _produce(
 @gluon.jit
 def _partition(
     x_stages, w_stages, x_scale_stages, w_scales, full, empty, stage, phase, begin, end,
-    WARPGROUP: gl.constexpr, BY_BLOCK: gl.constexpr, TOKENS_LEFT: gl.constexpr,
+    WARPGROUP: gl.constexpr, BY_BLOCK: gl.constexpr, X_IS_LEFT: gl.constexpr,
 ):  # fmt: skip
     """Accumulate one split-K partition, blocks begin .. end.
 
+    X_IS_LEFT: x is the left operand of wgmma and the weight the right one, else the reverse.
     w_scales: shared memory [blocks, 1] with the scale of the warpgroup's outputs.
 
     Returns: acc [ROWS, columns of the right operand], stage, phase.
     """
     STAGES: gl.constexpr = full.shape[0]
-    left_stages = x_stages if TOKENS_LEFT else w_stages
-    right_stages = w_stages if TOKENS_LEFT else x_stages
+    left_stages = x_stages if X_IS_LEFT else w_stages
+    right_stages = w_stages if X_IS_LEFT else x_stages
     COLUMNS: gl.constexpr = right_stages.shape[1]
     layout: gl.constexpr = accumulator_layout(COLUMNS)
     # Axis of the outputs in acc, which a vector of tokens lacks.
-    OUTPUT_AXIS: gl.constexpr = 1 if TOKENS_LEFT else 0
-    FIRST_TOKEN: gl.constexpr = WARPGROUP * ROWS if TOKENS_LEFT else 0
-    TOKENS: gl.constexpr = ROWS if TOKENS_LEFT else COLUMNS
+    OUTPUT_AXIS: gl.constexpr = 1 if X_IS_LEFT else 0
+    FIRST_TOKEN: gl.constexpr = WARPGROUP * ROWS if X_IS_LEFT else 0
+    TOKENS: gl.constexpr = ROWS if X_IS_LEFT else COLUMNS
     acc = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
     zeros = acc
     for block in range(begin, end):
         mbarrier.wait(full.index(stage), phase)
-        left = left_stages.index(stage).slice(WARPGROUP * ROWS, ROWS)
-        right = right_stages.index(stage).permute((1, 0))
-        sums = warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
+        left_tile = left_stages.index(stage).slice(WARPGROUP * ROWS, ROWS)
+        right_tile = right_stages.index(stage).permute((1, 0))
+        sums = warpgroup_mma(left_tile, right_tile, zeros, use_acc=False, is_async=True)
         if BY_BLOCK:
             # While the product runs.
             scales: gl.constexpr = gl.SliceLayout(OUTPUT_AXIS, layout)
@@ -175,11 +176,11 @@ def _partition(
 @gluon.jit
 def _scale_result(
     acc, x_scales_ptr, w_scales_ptr, m, n, tokens, N, first_row, w_scale_stride,
-    SCALE_ROWS: gl.constexpr, TOKENS_LEFT: gl.constexpr,
+    SCALE_ROWS: gl.constexpr, X_IS_LEFT: gl.constexpr,
 ):  # fmt: skip
     """Multiply acc by the scales of its tokens, from m on, and of its outputs, from n on."""
     layout: gl.constexpr = acc.type.layout
-    OUTPUT_AXIS: gl.constexpr = 1 if TOKENS_LEFT else 0
+    OUTPUT_AXIS: gl.constexpr = 1 if X_IS_LEFT else 0
     TOKEN_AXIS: gl.constexpr = 1 - OUTPUT_AXIS
     token = m + gl.arange(0, acc.shape[TOKEN_AXIS], gl.SliceLayout(OUTPUT_AXIS, layout))
     output = n + gl.arange(0, acc.shape[OUTPUT_AXIS], gl.SliceLayout(TOKEN_AXIS, layout))
@@ -190,11 +191,11 @@ def _scale_result(
 
 
 @gluon.jit
-def _store(acc, out_ptr, part, m, n, tokens, N, out_stride, TOKENS_LEFT: gl.constexpr):
+def _store(acc, out_ptr, part, m, n, tokens, N, out_stride, X_IS_LEFT: gl.constexpr):
     """Store acc, rounded once, at token m and output n of a part."""
     BITS: gl.constexpr = out_ptr.dtype.element_ty.primitive_bitwidth
-    layout: gl.constexpr = store_layout(BITS, TOKENS_LEFT, acc.shape[1])
-    OUTPUT_AXIS: gl.constexpr = 1 if TOKENS_LEFT else 0
+    layout: gl.constexpr = store_layout(BITS, X_IS_LEFT, acc.shape[1])
+    OUTPUT_AXIS: gl.constexpr = 1 if X_IS_LEFT else 0
     TOKEN_AXIS: gl.constexpr = 1 - OUTPUT_AXIS
     values = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), layout)
     output = n + gl.arange(0, acc.shape[OUTPUT_AXIS], gl.SliceLayout(TOKEN_AXIS, layout))
@@ -210,7 +211,7 @@ def _consume(
     x_scales_ptr, w_scales_ptr, out_ptr, x_stages, w_stages, x_scale_stages, w_scale_rows, full,
     empty, tokens, N, all_blocks, length, first_row, w_scale_stride, out_stride, tiles,
     WARPGROUP: gl.constexpr, COUNT: gl.constexpr, GROUP: gl.constexpr, SCALE_ROWS: gl.constexpr,
-    BY_BLOCK: gl.constexpr, TOKENS_LEFT: gl.constexpr,
+    BY_BLOCK: gl.constexpr, X_IS_LEFT: gl.constexpr,
 ):  # fmt: skip
     """Run consumer warpgroup number WARPGROUP of two: its half of each tile of this CTA."""
     w_scales = w_scale_rows
@@ -223,7 +224,7 @@ def _consume(
     phase = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         part, m, n = swizzled_tile(tile, tokens, N, GROUP, x_stages.shape[1], w_stages.shape[1])
-        if TOKENS_LEFT:
+        if X_IS_LEFT:
             m += WARPGROUP * ROWS
         else:
             n += WARPGROUP * ROWS
@@ -236,18 +237,18 @@ def _consume(
             begin, end = _blocks(part, step, length, all_blocks, COUNT)
             acc, stage, phase = _partition(
                 x_stages, w_stages, x_scale_stages, w_scales, full, empty, stage, phase, begin,
-                end, WARPGROUP, BY_BLOCK, TOKENS_LEFT,
+                end, WARPGROUP, BY_BLOCK, X_IS_LEFT,
             )  # fmt: skip
             if not BY_BLOCK:
                 acc = _scale_result(
                     acc, x_scales_ptr, w_scales_ptr, m, n, tokens, N, first_row, w_scale_stride,
-                    SCALE_ROWS, TOKENS_LEFT,
+                    SCALE_ROWS, X_IS_LEFT,
                 )  # fmt: skip
             if step == 0:
                 total = acc
             else:
                 total += acc
-        _store(total, out_ptr, part, m, n, tokens, N, out_stride, TOKENS_LEFT)
+        _store(total, out_ptr, part, m, n, tokens, N, out_stride, X_IS_LEFT)
 
 
 @gluon.jit(do_not_specialize=["tokens", "x_scale_stride", "tiles"])
@@ -269,7 +270,7 @@ def fp8_gemm_hopper_kernel(
     """
     TOKENS: gl.constexpr = x_desc.block_type.shape[0]
     W_ROWS: gl.constexpr = w_desc.block_type.shape[0]
-    TOKENS_LEFT: gl.constexpr = TOKENS == 2 * ROWS
+    X_IS_LEFT: gl.constexpr = TOKENS == 2 * ROWS
     w_stages = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, W_ROWS, K_BLOCK], w_desc.layout)
     x_stages = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TOKENS, K_BLOCK], x_desc.layout)
     x_scale_stages = x_stages
@@ -292,13 +293,13 @@ def fp8_gemm_hopper_kernel(
                 x_scales_ptr, w_scales_ptr, out_ptr, x_stages, w_stages, x_scale_stages,
                 w_scale_rows, full, empty, tokens, N, all_blocks, length, first_row,
                 w_scale_stride, out_stride, tiles, 0, COUNT, GROUP, SCALE_ROWS, BY_BLOCK,
-                TOKENS_LEFT,
+                X_IS_LEFT,
             )),
             (_consume, (
                 x_scales_ptr, w_scales_ptr, out_ptr, x_stages, w_stages, x_scale_stages,
                 w_scale_rows, full, empty, tokens, N, all_blocks, length, first_row,
                 w_scale_stride, out_stride, tiles, 1, COUNT, GROUP, SCALE_ROWS, BY_BLOCK,
-                TOKENS_LEFT,
+                X_IS_LEFT,
             )),
             (_produce, (
                 x_desc, w_desc, x_scales_desc, x_stages, w_stages, x_scale_stages, full, empty,

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Kernels of quantize_rows and fp8_linear, in Triton."""
+"""Kernels of quantize_rows, its fused forms and fp8_linear, in Triton."""
 
 import triton
 import triton.language as tl

@@ -86,6 +86,13 @@ def choose_tile(tokens: int, split_k: int, may_split: bool, target: CompileTarge
     return replace(tile, stages=fit_stages(tile.stages, stage_bytes, 0, target.arch))
 
 
+def divide_row(k: int) -> tuple[int, int, int]:
+    """Return (blocks of a CTA, its warps, CTAs of a row of k columns) with a scale per block."""
+    row_blocks = ceil_div(k, K_BLOCK)
+    blocks = min(SCALED_BLOCKS, next_power_of_2(row_blocks))
+    return blocks, max(blocks // BLOCKS_PER_WARP, 1), ceil_div(row_blocks, blocks)
+
+
 @quantize_rows.backend("triton", supports=gpu_trait)
 def quantize_rows_triton(x: Tensor, block_k: int) -> tuple[Tensor, Tensor]:
     """See lockstep.kernels.fp8_linear.contract.quantize_rows. block_k is K_BLOCK, or K or more."""
@@ -93,14 +100,15 @@ def quantize_rows_triton(x: Tensor, block_k: int) -> tuple[Tensor, Tensor]:
     by_block = block_k < k
     assert not by_block or block_k == K_BLOCK, "checkpoints have blocks of 128 columns"
     rows = _Rows(tokens, k, block_k, x.device)
-    padded_blocks = rows.words.shape[1] * 4 // K_BLOCK
-    blocks = SCALED_BLOCKS if by_block else ROW_BLOCKS
-    blocks = min(blocks, next_power_of_2(padded_blocks))
-    parts = ceil_div(padded_blocks, blocks) if by_block else 1
-    warps = max(blocks // BLOCKS_PER_WARP, 1) if by_block else ROW_WARPS
+    if by_block:
+        blocks, warps, ctas = divide_row(k)
+    else:
+        blocks = min(ROW_BLOCKS, next_power_of_2(ceil_div(k, K_BLOCK)))
+        warps = ROW_WARPS
+        ctas = 1
     if tokens:
-        quantize_rows_kernel[(tokens, parts)](
-            x, rows.words, rows.scales, k, rows.words.shape[1], x.stride(0), *rows.scales_shape,
+        quantize_rows_kernel[(tokens, ctas)](
+            x, rows.words, rows.scales, k, rows.words.shape[1], x.stride(0), *rows.scales.shape,
             by_block, blocks, rows.native, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return rows.result()
@@ -116,8 +124,7 @@ class _Rows:
         padded = ceil_div(tokens, SCALE_ALIGNMENT) * SCALE_ALIGNMENT
         self.tokens = tokens
         self.words = torch.empty(tokens, words_per_row(k, 8), dtype=torch.int32, device=device)
-        self.scales = torch.empty(-(-k // block_k), padded, device=device)
-        self.scales_shape = tuple(self.scales.shape)
+        self.scales = torch.empty(ceil_div(k, block_k), padded, device=device)
         self.native = is_native(compile_target(device))
 
     def result(self) -> tuple[Tensor, Tensor]:
@@ -131,13 +138,11 @@ def quantize_silu_mul_triton(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     tokens, width = gate_up.shape
     inner = width // 2
     rows = _Rows(tokens, inner, K_BLOCK, gate_up.device)
-    padded_blocks = rows.words.shape[1] * 4 // K_BLOCK
-    blocks = min(SCALED_BLOCKS, next_power_of_2(padded_blocks))
+    blocks, warps, ctas = divide_row(inner)
     if tokens:
-        quantize_silu_mul_kernel[(tokens, ceil_div(padded_blocks, blocks))](
+        quantize_silu_mul_kernel[(tokens, ctas)](
             gate_up, rows.words, rows.scales, inner, rows.words.shape[1], gate_up.stride(0),
-            *rows.scales_shape, blocks, rows.native,
-            num_warps=max(blocks // BLOCKS_PER_WARP, 1), enable_fp_fusion=False,
+            *rows.scales.shape, blocks, rows.native, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return rows.result()
 
@@ -164,7 +169,7 @@ def quantize_add_rms_norm_triton(
     if tokens:
         quantize_add_rms_norm_kernel[(tokens,)](
             strided, first, weight, total, norm, rows.words, rows.scales, inner, *strides,
-            parts.stride(0), *part_strides, eps, offset, rows.words.shape[1], *rows.scales_shape,
+            parts.stride(0), *part_strides, eps, offset, rows.words.shape[1], *rows.scales.shape,
             PARTS=parts.shape[0], KEEPS_NORM=keeps_norm, NATIVE=rows.native, **layout,
         )  # fmt: skip
     return total, norm, *rows.result()

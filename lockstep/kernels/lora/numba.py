@@ -22,7 +22,10 @@ def lora_numba(
     adapter_ids: Tensor,
 ) -> Tensor:
     """See lockstep.kernels.lora.contract.lora."""
-    if not len(y) or not a.dtype == b.dtype == y.dtype:
+    # Most steps have requests of the base model only: x is not converted for them.
+    if not adapter_ids.any():
+        return y
+    if not a.dtype == b.dtype == y.dtype:
         return lora_cpu(y, x, a, b, scales, parts, adapter_ids)
     tokens, columns = y.shape
     adapters, num_parts = scales.shape

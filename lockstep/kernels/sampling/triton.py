@@ -89,7 +89,7 @@ class _Launch:
         words, longest = state.bad_words.shape[1:]
         self.lengths = (out.shape[1], batch.history.shape[1], state.bias.shape[1])
         self.common = dict(STOPS=state.stop_ids.shape[1], W=words, L=longest)
-        self.common |= dict(WORD_LANES=_power(longest), enable_fp_fusion=False)
+        self.common |= dict(WORD_LANES=next_power_of_2(longest), enable_fp_fusion=False)
         self.span = SPAN if self.logit_rows >= MANY else BLOCK
         self.parts = max(ceil_div(shard.width, self.span), 1)
 
@@ -121,9 +121,9 @@ class _Launch:
         tile = (self.ints(TILE), self.floats(TILE * GROUP), self.ints(TILE * GROUP))
         choose_kernel[(self.logit_rows,)](
             self.batch, self.parameters, *partials, *tile, self.out, *self.lengths,
-            VOCAB=self.shard.total, PARTS=self.parts, PART_LANES=_power(self.parts), GRAIN=GRAIN,
-            TILE=TILE, num_warps=16, **_sizes(self.shard.total), **_lanes(self.shard.total),
-            **self.common,
+            VOCAB=self.shard.total, PARTS=self.parts, PART_LANES=next_power_of_2(self.parts),
+            GRAIN=GRAIN, TILE=TILE, num_warps=16, **_sizes(self.shard.total),
+            **_lanes(self.shard.total), **self.common,
         )  # fmt: skip
 
     def _record(self) -> dict[str, int]:
@@ -148,9 +148,9 @@ class _Launch:
         views = (records.view(torch.float32), records.view(self.batch.logits.dtype))
         propose_kernel[(self.logit_rows,)](
             self.batch, self.parameters, *partials, records, *views, needed, self.lengths[0],
-            VOCAB=width, FIRST=begin, PARTS=self.parts, PART_LANES=_power(self.parts), GRAIN=GRAIN,
-            BLOCK=BLOCK, TILE=TILE, num_warps=16, enable_fp_fusion=False, **_sizes(width),
-            **_lanes(width), **layout,
+            VOCAB=width, FIRST=begin, PARTS=self.parts, PART_LANES=next_power_of_2(self.parts),
+            GRAIN=GRAIN, BLOCK=BLOCK, TILE=TILE, num_warps=16, enable_fp_fusion=False,
+            **_sizes(width), **_lanes(width), **layout,
         )  # fmt: skip
         return self.shard.gather_records(records, needed)
 
@@ -166,7 +166,7 @@ class _Launch:
         choose_proposed_kernel[(self.logit_rows,)](
             self.batch, self.parameters, records, *views, *scratch, *tile, self.out, needed,
             *self.lengths, VOCAB=total, MAX_WIDTH=self.shard.max_width, RANKS=ranks,
-            RANK_LANES=_power(ranks), TILE=TILE, num_warps=16, **sizes, **_lanes(total),
+            RANK_LANES=next_power_of_2(ranks), TILE=TILE, num_warps=16, **sizes, **_lanes(total),
             **self._record(), **self.common,
         )  # fmt: skip
         return needed
@@ -179,13 +179,8 @@ class _Launch:
         whole_kernel[(num_ctas,)](
             self.batch._replace(logits=logits), self.parameters, scores, self.out,
             self.logit_rows, *self.lengths, VOCAB=vocab,
-            BLOCK=max(2, min(LOGIT_ROW_BLOCK, _power(vocab))), num_warps=16, **self.common,
+            BLOCK=max(2, min(LOGIT_ROW_BLOCK, next_power_of_2(vocab))), num_warps=16, **self.common,
         )  # fmt: skip
-
-
-def _power(count: int) -> int:
-    """Return the smallest power of 2 that is not below count."""
-    return next_power_of_2(count)
 
 
 def _sizes(width: int) -> dict[str, int]:
@@ -196,5 +191,5 @@ def _sizes(width: int) -> dict[str, int]:
 
 def _lanes(width: int) -> dict[str, int]:
     """Return the lanes of a CTA that reads all groups, and all blocks, of `width` logits."""
-    block_lanes = _power(_sizes(width)["BLOCKS"])
+    block_lanes = next_power_of_2(_sizes(width)["BLOCKS"])
     return dict(LANES=block_lanes * BLOCK // GROUP, BLOCK_LANES=block_lanes)

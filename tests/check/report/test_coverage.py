@@ -133,3 +133,19 @@ def test_missing_coverage_is_named_with_its_reason() -> None:
 def test_feature_is_missing_only_where_an_engine_ran() -> None:
     coverage = Coverage(has_engine=True)
     assert dict(coverage.missing())["op route"] == "no engine of this run has experts"
+
+
+def test_op_that_another_op_runs_is_missing_with_that_reason() -> None:
+    coverage = Coverage(has_engine=True)
+    assert (
+        dict(coverage.missing())["op quantize_rows"] == "no engine of this run has FP8 activations"
+    )
+    coverage.record_kernel("fp8_linear", "hopper")
+    reason = "no layer chooses it; backends of fp8_linear may run it"
+    assert dict(coverage.missing())["op quantize_rows"] == reason
+
+
+def test_callers_are_ops() -> None:
+    ops = all_ops()
+    callers = {caller for op in ops.values() for caller in op.callers}
+    assert callers and callers <= ops.keys()

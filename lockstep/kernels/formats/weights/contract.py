@@ -6,7 +6,7 @@ from lockstep.kernels.formats.weights.quantized_weight import QuantizedWeight
 from lockstep.kernels.registry import op
 
 
-@op(writes=("out",))
+@op(writes=("out",), callers=("linear", "experts"))
 def dequantize_weight(weight: QuantizedWeight, out: Tensor) -> None:
     """Write the values of weight [N, K] to out [N, K] of the model's dtype. Rows may be strided."""
     out.copy_(weight.dequantize(out.dtype))
