@@ -39,7 +39,7 @@ def processes(llm: LLM) -> list[multiprocessing.process.BaseProcess]:
     """Return the processes of the other ranks."""
     peers = executor_of(llm.engine).peers
     assert isinstance(peers, ranks.PeerRanks)
-    return list(peers._running.hosts[0].processes)
+    return [rank.process for rank in peers._running.hosts[0].processes]
 
 
 def wait_until_ended(llm: LLM) -> None:
