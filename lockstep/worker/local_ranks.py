@@ -3,6 +3,7 @@ of the node's."""
 
 import pickle
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -42,6 +43,9 @@ class LocalRanks:
         self.pool = pool
         self.processes: list[RankProcess] = []
         self._broadcaster = Broadcaster(len(ranks))
+        # Of two threads that wait for one process, multiprocessing tells only one its exit code.
+        # Reentrant, since garbage collection may end an engine in any thread.
+        self._joining = threading.RLock()
 
     @property
     def connections(self) -> Sequence[Connection]:
@@ -100,7 +104,8 @@ class LocalRanks:
 
     def _how_it_ended(self, process: BaseProcess) -> str:
         """Return how the process of an ended rank ended."""
-        process.join(END_SECONDS)
+        with self._joining:
+            process.join(END_SECONDS)
         code = process.exitcode
         if code is not None and code < 0:
             name = signal.Signals(-code).name
@@ -124,7 +129,8 @@ class LocalRanks:
         """Wait until the ranks have ended by themselves, at most END_SECONDS."""
         end = time.monotonic() + END_SECONDS
         for rank in self.processes:
-            rank.process.join(max(0.0, end - time.monotonic()))
+            with self._joining:
+                rank.process.join(max(0.0, end - time.monotonic()))
 
     def release(self) -> None:
         """Return idle processes to the pool; close() frees the rest."""
