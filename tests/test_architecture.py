@@ -27,11 +27,9 @@ FORBIDDEN = re.compile(
 ALLOWED = {
     "__init__.py": ('os.environ.setdefault("OMP_WAIT_POLICY", "passive")',),
     "doctor/examine.py": ('os.environ["CUDA_LAUNCH_BLOCKING"] = "1"',),
-    "replicas/ray_fleet.py": ('os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")',),
 }
 """Variables of other programs that have no other form, by file: one that must precede the import of
-torch, CUDA's launches in a process that doctor examines, and one that must precede the start of
-Ray."""
+torch, and CUDA's launches in a process that doctor examines."""
 
 
 def relative(path: Path) -> str:

@@ -21,6 +21,7 @@ from lockstep.progress import Progress
 from lockstep.spec.config import AUTO
 from lockstep.worker.build import find_model, pick_device
 from lockstep.worker.executor import worker_of
+from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.rank_pool import RankPool
 
 
@@ -114,11 +115,14 @@ class CheckedModel:
         else:
             settings = settings_with(kind.settings(), self.settings)
             settings |= self.adapters.settings() if kind.adapters else {}
-            hooks = kind.hooks()
-            engine = build(self.name, settings, hooks, self.processors, self.rank_pool)
+            engine = self.build_served(settings, kind.hooks())
         if self.report.coverage is not None:
             self.report.coverage.record_engine(engine.engine, kind.drafter)
         return engine
+
+    def build_served(self, settings: dict[str, Any], hooks: CheckHooks) -> CheckEngine:
+        """Build an engine of this model with all of its settings. Raises what LLM raises."""
+        return build(self.name, settings, hooks, self.processors, self.rank_pool)
 
     @cached_property
     def _engine_bytes(self) -> int:

@@ -332,8 +332,6 @@ def _start_ray(settings: FleetSettings) -> None:
 
     Raises ConfigError.
     """
-    # Ray would report its use to its authors; ray.init() has no argument against it.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     common: dict[str, Any] = {
         "namespace": NAMESPACE,
         "logging_level": logging.ERROR,

@@ -3,6 +3,7 @@ of the node's."""
 
 import pickle
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,8 +31,8 @@ later engine on two CPU ranks then starts in 3.0 s instead of 7.2 (benchmarks/lo
 class LocalRanks:
     """Child processes of some ranks, all of one node. See RankHost.
 
-    connections: the reports of the ranks, in their order. pool: provides processes and gets those
-    that are idle at the end.
+    processes: of the ranks, in their order, once they have started. pool: provides processes and
+    gets those that are idle at the end.
     """
 
     node_name = ""
@@ -40,10 +41,16 @@ class LocalRanks:
     def __init__(self, ranks: range, pool: RankPool | None = None) -> None:
         self.ranks = ranks
         self.pool = pool
-        self.processes: list[BaseProcess] = []
-        self.connections: list[Connection] = []
-        self._pipes: list[Connection] = []
+        self.processes: list[RankProcess] = []
         self._broadcaster = Broadcaster(len(ranks))
+        # Of two threads that wait for one process, multiprocessing tells only one its exit code.
+        # Reentrant, since garbage collection may end an engine in any thread.
+        self._joining = threading.RLock()
+
+    @property
+    def connections(self) -> Sequence[Connection]:
+        """See RankHost: the reports of the ranks."""
+        return [rank.reports for rank in self.processes]
 
     def start(self, settings: RankSettings, config: EngineConfig, hooks: CheckHooks) -> None:
         """Start the processes. settings: of each rank, but for its index and reader."""
@@ -63,9 +70,7 @@ class LocalRanks:
                 engine = NextEngine(settings, config, hooks)
                 idle = None if self.pool is None else self.pool.take(index)
                 rank = idle or self._start_process(context, engine)
-                self.processes.append(rank.process)
-                self.connections.append(rank.reports)
-                self._pipes.append(rank.pipe)
+                self.processes.append(rank)
                 if idle is not None:
                     idle.pipe.send_bytes(pickle.dumps(engine))
 
@@ -90,17 +95,17 @@ class LocalRanks:
 
     def read(self, connection: Connection) -> Sequence[tuple[int, Report]]:
         """See RankHost."""
-        index = self.connections.index(connection)
+        (rank,) = (rank for rank in self.processes if rank.reports is connection)
         try:
             report = connection.recv()
         except (EOFError, OSError):
-            report = Failed(self._how_it_ended(index), "")
-        return [(self.ranks[index], report)]
+            report = Failed(self._how_it_ended(rank.process), "")
+        return [(rank.index, report)]
 
-    def _how_it_ended(self, index: int) -> str:
+    def _how_it_ended(self, process: BaseProcess) -> str:
         """Return how the process of an ended rank ended."""
-        process = self.processes[index]
-        process.join(END_SECONDS)
+        with self._joining:
+            process.join(END_SECONDS)
         code = process.exitcode
         if code is not None and code < 0:
             name = signal.Signals(-code).name
@@ -110,37 +115,35 @@ class LocalRanks:
 
     def send(self, data: bytes, check: Callable[[], None]) -> None:
         """See RankHost."""
-        self._broadcaster.send(data, self._pipes, check)
+        self._broadcaster.send(data, [rank.pipe for rank in self.processes], check)
 
     def beat(self) -> None:
         """See RankHost: the pipes of the ranks end with this process."""
 
     def kill(self) -> None:
         """See RankHost."""
-        for process in self.processes:
-            process.kill()
+        for rank in self.processes:
+            rank.process.kill()
 
     def wait(self) -> None:
         """Wait until the ranks have ended by themselves, at most END_SECONDS."""
         end = time.monotonic() + END_SECONDS
-        for process in self.processes:
-            process.join(max(0.0, end - time.monotonic()))
+        for rank in self.processes:
+            with self._joining:
+                rank.process.join(max(0.0, end - time.monotonic()))
 
     def release(self) -> None:
         """Return idle processes to the pool; close() frees the rest."""
         assert self.pool is not None, "its owner asked the ranks to stay"
-        for parts in zip(self.ranks, self.processes, self.connections, self._pipes, strict=True):
-            self.pool.put(RankProcess(*parts))
-        self.processes, self.connections, self._pipes = [], [], []
+        for rank in self.processes:
+            self.pool.put(rank)
+        self.processes = []
 
     def close(self) -> None:
         """See RankHost."""
         self.wait()
-        for process in self.processes:
-            process.kill()
-            process.join()
-        for connection in (*self._pipes, *self.connections):
-            connection.close()
+        for rank in self.processes:
+            rank.end()
         self._broadcaster.close()
 
 

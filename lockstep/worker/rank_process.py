@@ -301,7 +301,8 @@ def run_rank(connection: Connection, pipe: Connection, engine: NextEngine) -> No
 
 def _serve(engine: NextEngine, pipe: Connection, report: Callable[[Report], None]) -> Stop:
     """Join an engine and execute its messages until its end."""
-    settings, config = engine.settings, engine.config
+    settings = engine.settings
+    config = engine.config
     receiver = Receiver(
         settings.memory, settings.reader, settings.num_readers, pipe, settings.decode
     )

@@ -67,7 +67,9 @@ class RankHost(Protocol):
 
     ranks: range
     node_name: str
-    connections: list[Connection]
+
+    @property
+    def connections(self) -> Sequence[Connection]: ...
 
     @property
     def silent_for(self) -> float: ...

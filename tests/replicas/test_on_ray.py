@@ -241,6 +241,17 @@ def test_ray_of_another_program_is_left_alone(tmp_path: Path) -> None:
         ray.shutdown()
 
 
+def test_ray_sends_no_usage_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ray.init() switches them off in its dashboard's process, which would send them."""
+    monkeypatch.delenv("RAY_USAGE_STATS_ENABLED", raising=False)
+    with replicated(tmp_path, "--replicas", "2") as (running, _, _):
+        folders = [Path(f"/proc/{child}") for child in children_of(running.pid)]
+        named = {folder: (folder / "cmdline").read_bytes() for folder in folders}
+        (dashboard,) = (folder for folder, name in named.items() if b"dashboard.py" in name)
+        variables = (dashboard / "environ").read_bytes().split(b"\0")
+        assert b"RAY_USAGE_STATS_ENABLED=0" in variables
+
+
 def test_an_unknown_cluster_is_an_error(tmp_path: Path) -> None:
     command = [*COMMAND, "--uds", str(tmp_path / "socket"), "--ray-address", "127.0.0.1:1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)

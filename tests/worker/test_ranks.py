@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -25,7 +26,7 @@ from lockstep.worker import executor, local_ranks, ranks
 from lockstep.worker.executor import executor_of
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.program import Drafter
-from lockstep.worker.rank_pool import RankPool
+from lockstep.worker.rank_pool import RankPool, RankProcess
 from lockstep.worker.worker import LaunchedStep, Worker
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, make_engine
 from tests.thread_ranks import ThreadRanks
@@ -39,7 +40,7 @@ def processes(llm: LLM) -> list[multiprocessing.process.BaseProcess]:
     """Return the processes of the other ranks."""
     peers = executor_of(llm.engine).peers
     assert isinstance(peers, ranks.PeerRanks)
-    return list(peers._running.hosts[0].processes)
+    return [rank.process for rank in peers._running.hosts[0].processes]
 
 
 def wait_until_ended(llm: LLM) -> None:
@@ -268,3 +269,23 @@ def test_the_end_of_an_engine_ends_its_ranks(memory_files: None) -> None:
     children = processes(llm)
     executor_of(llm.engine).peers.close()
     assert [process.exitcode for process in children] == [0]
+
+
+def test_two_threads_that_wait_for_a_rank_get_its_exit_code() -> None:
+    """The thread that reads reports sees the end of a rank for which close() waits, too."""
+    context = multiprocessing.get_context("forkserver")
+    for _ in range(20):
+        reports, theirs = context.Pipe(duplex=False)
+        reads, pipe = context.Pipe(duplex=False)
+        process = context.Process(target=time.sleep, args=(0.05,))
+        process.start()
+        theirs.close()
+        local = local_ranks.LocalRanks(range(1, 2))
+        local.processes = [RankProcess(1, process, reports, pipe)]
+        reader = threading.Thread(target=local.read, args=(reports,))
+        reader.start()
+        local.wait()
+        reader.join()
+        local.close()
+        reads.close()
+        assert process.exitcode == 0

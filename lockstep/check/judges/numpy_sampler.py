@@ -196,12 +196,12 @@ def _mass_before(scores: Floats, tolerance: float) -> Floats:
     slack = _slack(descending, tolerance)
     weights = np.exp(descending - descending[0])
     mass = np.concatenate([[0.0], np.cumsum(weights) / weights.sum()])
-    begin_of_equal = np.searchsorted(ascending, ascending, side="left")
-    end_of_equal = np.searchsorted(ascending, ascending, side="right")
     if tolerance > 0:
+        begin_of_equal = np.searchsorted(ascending, ascending, side="left")
         num_larger = np.searchsorted(ascending, ascending - slack, side="left")
         preceding = mass[num_larger] + mass[:-1] - mass[begin_of_equal]
     else:
+        end_of_equal = np.searchsorted(ascending, ascending, side="right")
         num_not_smaller = np.searchsorted(ascending, ascending - slack, side="right")
         preceding = mass[:-1] + mass[num_not_smaller] - mass[end_of_equal]
     before = np.empty_like(preceding)

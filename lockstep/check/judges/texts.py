@@ -66,12 +66,9 @@ def wrong_text(
 def wrong_scores(tokenizer: Tokenizer | None, output: CompletionOutput) -> str | None:
     """Return what is wrong with the texts or the sum of the log-probabilities, or None."""
     if output.logprobs is None:
-        is_unset = output.cumulative_logprob is None
-        return (
-            None
-            if is_unset
-            else "it has a sum of log-probabilities that the request did not ask for"
-        )
+        if output.cumulative_logprob is None:
+            return None
+        return "it has a sum of log-probabilities that the request did not ask for"
     if len(output.logprobs) != len(output.token_ids):
         return f"{len(output.logprobs)} log-probabilities for {len(output.token_ids)} tokens"
     pairs = zip(output.token_ids, output.logprobs, strict=True)

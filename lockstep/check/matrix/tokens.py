@@ -11,7 +11,7 @@ from lockstep.answer import Answer
 from lockstep.check.checked_model import CheckedModel
 from lockstep.check.deadline import NO_DEADLINE, TIME_UP, Deadline
 from lockstep.check.drafters import settings_with
-from lockstep.check.engines import CheckEngine, Comparison, build
+from lockstep.check.engines import CheckEngine, Comparison
 from lockstep.check.events import CACHED, DRAFTED, PREEMPTIONS, count_events
 from lockstep.check.judges.trace import compare, traced
 from lockstep.check.matrix.cases import Batch, Case, cyclic_slice, make_cases, prefixes_to_cache
@@ -137,8 +137,7 @@ def _run_engine(
     done = comparison.compared
     try:
         settings = settings_with(setup.settings(), checked.settings)
-        hooks, processors = setup.hooks(), checked.processors
-        engine = build(checked.name, settings, hooks, processors, checked.rank_pool)
+        engine = checked.build_served(settings, setup.hooks())
         _record_coverage(report, engine, setup, runs)
         _run_batches(engine, setup, runs, comparison, deadline)
     except Exception as error:  # an engine that breaks has not given the plain answer
@@ -215,8 +214,7 @@ class _Search:
         with traced(plain, is_mine) as plain_digests:
             plain.answers([case])
         search_settings = settings_with(suspect.settings(), checked.settings)
-        hooks, processors = suspect.hooks(), checked.processors
-        engine = build(checked.name, search_settings, hooks, processors, checked.rank_pool)
+        engine = checked.build_served(search_settings, suspect.hooks())
         if suspect.phase == PREFIX_HIT:
             engine.cache(prefixes_to_cache(tuple(self.cases)))
         with traced(engine, is_mine) as traced_digests:

@@ -115,8 +115,8 @@ class Examiner:
             what = f"raised {type(error).__name__}: {error}"
             refused = isinstance(error, LockstepError)
             return Examination(Difference(None, 0, None, what, refused=refused), 1, Counter())
-        violation = "" if result.violation is None else f"raised InvariantError: {result.violation}"
-        if violation or result.fault is not None:
+        fault = result.fault if result.violation is None else result.violation
+        if fault is not None:
             self._runner = None
         count = len(result.answers)
         for outcome in result.answers:
@@ -124,13 +124,12 @@ class Examiner:
             mismatch = outcome.answer.first_difference(expected, outcome.aborted)
             if mismatch is not None:
                 position, what = mismatch
-                what += f"; then the run {violation}" if violation else ""
+                if result.violation is not None:
+                    what += f"; then the run raised InvariantError: {result.violation}"
                 difference = Difference(outcome.request, outcome.completion, position, what)
                 return Examination(difference, count, result.events)
-        if violation:
-            return Examination(Difference(None, 0, None, violation), count, result.events)
-        if result.fault is not None:
-            difference = Difference(None, 0, None, f"raised InvariantError: {result.fault}")
+        if fault is not None:
+            difference = Difference(None, 0, None, f"raised InvariantError: {fault}")
             return Examination(difference, count, result.events)
         return Examination(None, count, result.events, result.met)
 

@@ -48,7 +48,7 @@ class _Canonical:
     def __init__(self, root: Json, field: str) -> None:
         self._root = root
         self._field = field
-        self._num_copied = 0
+        self._num_copied_characters = 0
         self._names: dict[tuple[int, str], str] = {}
         self._definitions: Json = {}
         self._pending: list[tuple[str, Callable[[], Any]]] = []
@@ -152,8 +152,10 @@ class _Canonical:
 
         Copies within copies multiply: three levels of 100 names have a million.
         """
-        self._num_copied += num_copies * len(json.dumps(part))
-        if self._num_copied > MAX_GRAMMAR_CHARACTERS:
+        if not num_copies:
+            return
+        self._num_copied_characters += num_copies * len(json.dumps(part))
+        if self._num_copied_characters > MAX_GRAMMAR_CHARACTERS:
             raise RequestError(
                 f"{self._field}: patternProperties list too many names; allowed: at most "
                 f"{MAX_GRAMMAR_CHARACTERS} characters with one schema for each name. List fewer.",

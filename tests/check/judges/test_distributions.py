@@ -145,7 +145,7 @@ FILTER = reference._filter
         ("_penalise", stale_penalties, {"presence_penalty, window", "all together, window"}),
         ("_filter", no_top_p, {"top_p, alone", "top_p, window"}),
         ("_filter", k_of_top_k, {"ties, top_k, alone", "ties, top_k, window"}),
-        ("_best", last_of_ties, {"ties, greedy, alone", "ties, greedy, window"}),
+        ("find_best", last_of_ties, {"ties, greedy, alone", "ties, greedy, window"}),
         ("_process", warm_only, {"low temperature, alone", "low temperature, window"}),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -157,8 +157,11 @@ def test_sampler_faults_are_detected(
     fault: Any,
     expected: set[str],
 ) -> None:
-    module = contract if name in ("uniform", "_best") else reference
-    monkeypatch.setattr(module, name, fault)
+    if name in ("uniform", "find_best"):
+        functions = replace(reference.REFERENCE_FUNCTIONS, **{name: fault})
+        monkeypatch.setattr(contract, "REFERENCE_FUNCTIONS", functions)
+    else:
+        monkeypatch.setattr(reference, name, fault)
     assert expected <= failed_tests({test.partition(",")[0] for test in expected})
 
 
