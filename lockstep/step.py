@@ -3,7 +3,10 @@
 A step is one ragged batch of rows. T tokens, S rows, Q query length, P pages of a row.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 from torch import Tensor
 
@@ -67,14 +70,69 @@ class StepShape:
         return cls(rows, rows * query_len, query_len, next_drafts=query_len - 1)
 
 
-@dataclass
-class StepContext:
-    """Context of one step, which every sublayer receives. Integers are int32 unless noted.
+Mix = Callable[..., Tensor]
+"""Inner function of a mixer: (tensors [T, ...] of one step, its StepContext) -> [T, ...]."""
 
-    row_ids [S] rows of the device table (int64); token_ids [T] (int64); positions [T] (int64);
-    token_rows [T] index of each token's row in S (int64); cu_seqlens [S + 1]; starts [S] tokens
-    committed before this step; seq_lens [S] = starts + query lengths; page_table [S, P];
-    slot_mapping [T] (int64) page * page_size + offset.
+
+@dataclass(kw_only=True)
+class ForwardContext(ABC):
+    """Context of a forward pass, which every sublayer receives. Integers are int32 unless noted.
+
+    A pass computes one step (StepContext) or several (JointContext). T tokens are those of all
+    steps. A mixer reads its step's context within mix(); other sublayers read the fields below.
+
+    token_ids [T] (int64). Optional inputs, None unless a request uses them: adapter_ids [T] LoRA
+    adapter of each token (0: none); input_embeds [N', H] embeddings that replace those of token
+    ids, for the tokens embed_index [N'] (int64); rope_positions [D, T] (int64) rotary positions of
+    D dimensions.
+    """
+
+    token_ids: Tensor
+    adapter_ids: Tensor | None = None
+    input_embeds: Tensor | None = None
+    embed_index: Tensor | None = None
+    rope_positions: Tensor | None = None
+
+    @property
+    @abstractmethod
+    def steps(self) -> Sequence["StepContext"]:
+        """Steps of the pass, in the order of their tokens."""
+
+    @abstractmethod
+    def mix(self, function: Mix, *tensors: Tensor) -> Tensor:
+        """Call a mixer's inner function for each step, with the rows of tensors [T, ...] that
+        belong to it, and return the results as one tensor [T, ...].
+        """
+
+    @abstractmethod
+    def at_logit_rows(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states [N, H] of hidden [T, H] whose logits are computed."""
+
+    @property
+    def token_inputs(self) -> tuple[Tensor | None, ...]:
+        """Optional inputs of single tokens, which sublayers other than mixers may read too."""
+        return (self.adapter_ids, self.input_embeds, self.embed_index, self.rope_positions)
+
+    def with_token_inputs(self, inputs: tuple[Tensor | None, ...]) -> Self:
+        """Return the same context with other optional inputs, in the order of token_inputs."""
+        adapter_ids, input_embeds, embed_index, rope_positions = inputs
+        return replace(
+            self,
+            adapter_ids=adapter_ids,
+            input_embeds=input_embeds,
+            embed_index=embed_index,
+            rope_positions=rope_positions,
+        )
+
+
+@dataclass(kw_only=True)
+class StepContext(ForwardContext):
+    """Context of one step. Integers are int32 unless noted.
+
+    row_ids [S] rows of the device table (int64); positions [T] (int64); token_rows [T] index of
+    each token's row in S (int64); cu_seqlens [S + 1]; starts [S] tokens committed before this step;
+    seq_lens [S] = starts + query lengths; page_table [S, P]; slot_mapping [T] (int64) page *
+    page_size + offset.
 
     Recurrent state: state_slots [S] (int64) slot of a row's state; state_src [S] (int64) slot from
     which a prompt chunk reads its initial state (a snapshot, or the row's state); snapshot_slots
@@ -87,15 +145,10 @@ class StepContext:
     drafts [S, Q - 1]: draft tokens among token_ids, -1 for none (uniform steps). logit_rows: index
     into T of the N tokens whose logits are computed: a slice of all, or [S] (int64), each row's
     last token. sample_at [S, N / S] (int64): positions of the tokens that these logits sample.
-
-    Optional inputs, None unless a request uses them: adapter_ids [T] LoRA adapter of each token (0:
-    none); input_embeds [N', H] embeddings that replace those of token ids, for the tokens
-    embed_index [N'] (int64); rope_positions [D, T] (int64) rotary positions of D dimensions.
     """
 
     shape: StepShape
     row_ids: Tensor
-    token_ids: Tensor
     positions: Tensor
     token_rows: Tensor
     cu_seqlens: Tensor
@@ -112,26 +165,16 @@ class StepContext:
     logit_rows: Tensor | slice
     sample_at: Tensor
     committed: Tensor | None = None
-    adapter_ids: Tensor | None = None
-    input_embeds: Tensor | None = None
-    embed_index: Tensor | None = None
-    rope_positions: Tensor | None = None
 
     @property
-    def token_inputs(self) -> tuple[Tensor | None, ...]:
-        """Optional inputs of single tokens, which sublayers other than mixers may read too."""
-        return (self.adapter_ids, self.input_embeds, self.embed_index, self.rope_positions)
+    def steps(self) -> Sequence["StepContext"]:
+        return (self,)
 
-    def with_token_inputs(self, inputs: tuple[Tensor | None, ...]) -> "StepContext":
-        """Return the same context with other optional inputs, in the order of token_inputs."""
-        adapter_ids, input_embeds, embed_index, rope_positions = inputs
-        return replace(
-            self,
-            adapter_ids=adapter_ids,
-            input_embeds=input_embeds,
-            embed_index=embed_index,
-            rope_positions=rope_positions,
-        )
+    def mix(self, function: Mix, *tensors: Tensor) -> Tensor:
+        return function(*tensors, self)
+
+    def at_logit_rows(self, hidden: Tensor) -> Tensor:
+        return hidden[self.logit_rows]
 
 
 @dataclass

@@ -15,7 +15,7 @@ from lockstep.layers.linear import Linear, PartialLinear, Target
 from lockstep.layers.norm import Norm
 from lockstep.layers.rotary import Rotary
 from lockstep.layers.sharding import Columns, count_columns
-from lockstep.step import StepContext
+from lockstep.step import ForwardContext, StepContext
 
 
 class Attention(nn.Module):
@@ -111,8 +111,11 @@ class Attention(nn.Module):
         """Linear layer that alone reads the input."""
         return self.qkv
 
-    def forward(self, x: Tensor | QuantizedRows, ctx: StepContext) -> Tensor:
-        qkv = self.qkv(x, ctx)
+    def forward(self, x: Tensor | QuantizedRows, ctx: ForwardContext) -> Tensor:
+        return self.out(ctx.mix(self._mix, self.qkv(x, ctx)), ctx)
+
+    def _mix(self, qkv: Tensor, ctx: StepContext) -> Tensor:
+        """Write the cache and attend: projections [T, N] of one step -> [T, H D]."""
         q = self._rotate_and_cache(qkv, ctx)
         mixed = self.attend(
             q,
@@ -126,7 +129,7 @@ class Attention(nn.Module):
             # The op reads the gates from the projections themselves, without a copy.
             qkv if self.gated else None,
         )
-        return self.out(mixed.flatten(1), ctx)
+        return mixed.flatten(1)
 
     def weights(self) -> dict[str, Target]:
         """Map the checkpoint's tensors, by name within the module, to their destinations."""

@@ -22,7 +22,7 @@ from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Linear, PartialLinear, Target
 from lockstep.layers.norm import GatedRMSNorm
 from lockstep.layers.sharding import Columns, Part, row_sink
-from lockstep.step import StepContext, flush_after
+from lockstep.step import ForwardContext, StepContext, flush_after
 
 
 class GatedDeltaNet(nn.Module):
@@ -117,15 +117,19 @@ class GatedDeltaNet(nn.Module):
         """Linear layer that alone reads the input."""
         return self.in_proj
 
-    def forward(self, x: Tensor | QuantizedRows, ctx: StepContext) -> Tensor:
+    def forward(self, x: Tensor | QuantizedRows, ctx: ForwardContext) -> Tensor:
+        return self.out(ctx.mix(self._mix, self.in_proj(x, ctx)), ctx)
+
+    def _mix(self, projected: Tensor, ctx: StepContext) -> Tensor:
+        """Run the recurrence and the gated norm: projections [T, N] of one step -> [T, HV V]."""
         # mixed [T, channels]: raw q, k and v; z [T, HV V]: output gate; b, a [T, HV]: gate inputs.
-        mixed, z, b, a = self.in_proj(x, ctx).split(self.parts, dim=-1)
+        mixed, z, b, a = projected.split(self.parts, dim=-1)
         weights = GatedDeltaWeights(
             self.conv.flatten(1), self.a_log, self.dt_bias, self.norm.weight, self.norm.eps
         )
         run = self._prompt if ctx.shape.prompt else self._generated
         o = run(mixed, z, b, a, weights, ctx)
-        return self.out(o.reshape(len(x), -1), ctx)
+        return o.reshape(len(projected), -1)
 
     def _prompt(
         self,

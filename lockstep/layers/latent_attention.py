@@ -15,7 +15,7 @@ from lockstep.layers.rotary import Rotary
 from lockstep.layers.sharding import Columns
 from lockstep.quantization import WeightSink
 from lockstep.quantization.weight_sink import FLOAT_DTYPES
-from lockstep.step import StepContext
+from lockstep.step import ForwardContext, StepContext
 
 NORM_EPS = 1e-6
 """Epsilon of both latent norms; DeepSeek's modeling code does not use rms_norm_eps here."""
@@ -185,15 +185,22 @@ class LatentAttention(nn.Module):
             self.kv_norm.eps,
         )
 
-    def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         q, kv = self.down.parts(x, ctx)
         if self.q_norm is not None and self.q_up is not None:
             q = self.q_up(self.q_norm(q), ctx)
         q = q.unflatten(1, (self.heads, self.nope_dim + self.rope_dim))
-        q_rope = self._rotate_and_cache(q, kv, ctx)
-        mixed = self.attend(
-            self.absorbed.absorb(q[..., : self.nope_dim]),
-            q_rope,
+        absorbed = self.absorbed.absorb(q[..., : self.nope_dim])
+        mixed = ctx.mix(self._mix, q, absorbed, kv)
+        return self.out(self.absorbed.expand(mixed).flatten(1), ctx)
+
+    def _mix(self, q: Tensor, absorbed: Tensor, kv: Tensor, ctx: StepContext) -> Tensor:
+        """Write the cache and attend: queries [T, H, N + R], the same in latent space [T, H, C],
+        and latents [T, C + R] of one step -> attention-weighted latents [T, H, C].
+        """
+        return self.attend(
+            absorbed,
+            self._rotate_and_cache(q, kv, ctx),
             self.latents,
             self.ropes,
             ctx.page_table,
@@ -202,7 +209,6 @@ class LatentAttention(nn.Module):
             ctx.shape.query_len,
             self.scale,
         )
-        return self.out(self.absorbed.expand(mixed).flatten(1), ctx)
 
     def weights(self) -> dict[str, Target]:
         """Map the checkpoint's tensors, by name within the module, to their destinations."""

@@ -22,7 +22,7 @@ from lockstep.layers.exchange import Exchange
 from lockstep.layers.lora import AddAdapters, LoRA, no_adapters
 from lockstep.layers.sharding import Columns, Rank, column_sink, row_sink
 from lockstep.quantization import CheckpointLinear, Layout, Ranges, WeightFormat, WeightSink
-from lockstep.step import StepContext
+from lockstep.step import ForwardContext
 
 PROBED_LAYERS = 4
 """Layers of one shape whose weights a cuBLAS probe cycles through, to exceed a GPU's cache."""
@@ -436,10 +436,10 @@ class Linear(nn.Module):
         """Return whether some weight reads the rows of x themselves."""
         return not all(cast(Gemm, gemm).takes_codes for gemm in self.gemms)
 
-    def forward(self, x: Tensor | QuantizedRows, ctx: StepContext | None) -> Tensor:
+    def forward(self, x: Tensor | QuantizedRows, ctx: ForwardContext | None) -> Tensor:
         """Return the outputs with the adapter of each token.
 
-        x: quantized by its producer only if takes_codes. ctx: step of the tokens; None in a
+        x: quantized by its producer only if takes_codes. ctx: of the tokens; None in a
         drafter, which drafts without adapters.
         """
         if isinstance(x, QuantizedRows):
@@ -447,7 +447,7 @@ class Linear(nn.Module):
         x = self.gather_inputs(x)
         return self.gather_outputs(self.add_adapters(self._columns_from(x, 0), x, ctx))
 
-    def parts(self, x: Tensor, ctx: StepContext | None) -> tuple[Tensor, ...]:
+    def parts(self, x: Tensor, ctx: ForwardContext | None) -> tuple[Tensor, ...]:
         """Return the outputs of each fused weight. ctx: see forward().
 
         They are views of one tensor, or separate tensors if each weight has its own GEMM.

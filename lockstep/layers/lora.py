@@ -10,9 +10,9 @@ from lockstep.kernels.lora import lora, padded_rank
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.sharding import column_sink
 from lockstep.quantization import CheckpointLinear, WeightSink
-from lockstep.step import StepContext
+from lockstep.step import ForwardContext
 
-AddAdapters = Callable[[Tensor, Tensor, StepContext | None], Tensor]
+AddAdapters = Callable[[Tensor, Tensor, ForwardContext | None], Tensor]
 """Function that adds the adapters of tokens: (y [T, N], x [T, K], step) -> [T, N]."""
 
 
@@ -58,7 +58,7 @@ class LoRA(nn.Module):
         self.register_buffer("parts", torch.tensor(parts, dtype=torch.int32, device=build.device))
         self.add = build.op(lora)
 
-    def forward(self, y: Tensor, x: Tensor, ctx: StepContext | None) -> Tensor:
+    def forward(self, y: Tensor, x: Tensor, ctx: ForwardContext | None) -> Tensor:
         """Add each token's adapter to y in place and return it."""
         assert ctx is not None and ctx.adapter_ids is not None, (
             "every token has an adapter's number"
@@ -81,6 +81,6 @@ class LoRA(nn.Module):
         return self.a[adapter, first : first + rank], column_sink(b, self.sources[part], order)
 
 
-def no_adapters(y: Tensor, x: Tensor, ctx: StepContext | None) -> Tensor:
+def no_adapters(y: Tensor, x: Tensor, ctx: ForwardContext | None) -> Tensor:
     """Return y: no adapter changes the layer."""
     return y

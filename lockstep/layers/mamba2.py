@@ -13,7 +13,7 @@ from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Linear, PartialLinear, Target
 from lockstep.layers.norm import GatedGroupNorm
 from lockstep.layers.sharding import Columns, Part, row_sink
-from lockstep.step import StepContext, flush_after
+from lockstep.step import ForwardContext, StepContext, flush_after
 
 
 class Mamba2(nn.Module):
@@ -87,13 +87,19 @@ class Mamba2(nn.Module):
         self.step_op = build.op(mamba2_step, **traits, kernel=kernel)
         self.chunk_op = build.op(mamba2_chunk, **traits, kernel=kernel)
 
-    def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         z, mixed, dt = self.in_proj(x, ctx).split(self.parts, dim=-1)
+        return self.out(self.norm(ctx.mix(self._mix, mixed, dt), z), ctx)
+
+    def _mix(self, mixed: Tensor, dt: Tensor, ctx: StepContext) -> Tensor:
+        """Run the recurrence: inputs [T, channels] and time steps [T, heads] of one step -> [T,
+        heads head_dim].
+        """
         weights = Mamba2Weights(
             self.conv.flatten(1), self.conv_bias, self.a_log, self.dt_bias, self.d, *self.limits
         )
         run = self._prompt if ctx.shape.prompt else self._generated
-        return self.out(self.norm(run(mixed, dt, weights, ctx), z), ctx)
+        return run(mixed, dt, weights, ctx)
 
     def _prompt(
         self, mixed: Tensor, dt: Tensor, weights: Mamba2Weights, ctx: StepContext

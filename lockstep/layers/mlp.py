@@ -7,7 +7,7 @@ from lockstep.kernels.fp8_linear import QuantizedRows, quantize_silu_mul
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Linear, PartialLinear, Target
 from lockstep.layers.sharding import Columns
-from lockstep.step import StepContext
+from lockstep.step import ForwardContext
 
 
 class GatedMLP(nn.Module):
@@ -34,7 +34,7 @@ class GatedMLP(nn.Module):
         """Linear layer that alone reads the input."""
         return self.gate_up
 
-    def forward(self, x: Tensor | QuantizedRows, ctx: StepContext) -> Tensor:
+    def forward(self, x: Tensor | QuantizedRows, ctx: ForwardContext) -> Tensor:
         gate_up = self.gate_up(x, ctx)
         if self.quantizes:
             words, scales = self.quantize(gate_up)
@@ -59,7 +59,7 @@ class ReluMLP(nn.Module):
         self.act = build.activation(relu2, columns)
         self.down = PartialLinear(build, inner, {"down_proj": Columns.of(hidden)}, bias=bias)
 
-    def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         return self.down(self.act(self.up(x, ctx)), ctx)
 
     def weights(self) -> dict[str, Target]:

@@ -27,7 +27,7 @@ from lockstep.layers.linear import (
 from lockstep.layers.sharding import Columns, count_columns
 from lockstep.quantization import CheckpointLinear, Layout, TensorInfo, WeightSink
 from lockstep.quantization.weight_sink import FLOAT_DTYPES, FusedExpertSink
-from lockstep.step import StepContext
+from lockstep.step import ForwardContext
 
 MAX_BLOCK = 128
 """Maximum output columns that a format stores together (the 128 x 128 blocks of FP8)."""
@@ -319,7 +319,7 @@ class MoE(nn.Module):
             experts_op, experts=self.experts, top_k=self.top_k, quantized=quantized, **shape
         )
 
-    def forward(self, x: Tensor, ctx: StepContext) -> Tensor:
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         dispatched = self.dispatch(x, ctx)
         if self.into_latent is None or self.out_of_latent is None:
             # The op combines in the launch of the down projections.
@@ -327,7 +327,7 @@ class MoE(nn.Module):
         latent = self.grouped_mlp(self.into_latent(x, ctx), dispatched)
         return self.combine(self.out_of_latent(latent, ctx), dispatched)
 
-    def dispatch(self, x: Tensor, ctx: StepContext) -> DispatchResult:
+    def dispatch(self, x: Tensor, ctx: ForwardContext) -> DispatchResult:
         """Choose the experts of each token, and run the shared expert."""
         # Strided views of one tensor, which the op reads without copies.
         fused, logits, gate = self.router(x, ctx).split(self.widths, dim=-1)

@@ -18,7 +18,7 @@ from lockstep.layers.mlp import GatedMLP
 from lockstep.layers.norm import AddRMSNorm
 from lockstep.models.config_reader import MAX_LAYERS, ConfigReader
 from lockstep.models.rope import Rope, read_rope
-from lockstep.step import StepContext
+from lockstep.step import ForwardContext
 
 UNUSED_WINDOW = dict.fromkeys(("sliding_window", "max_window_layers"), "use_sliding_window is off")
 """Settings that may be ignored after read_attention_layers(), each with the reason."""
@@ -139,7 +139,7 @@ class Block(nn.Module):
             self.add_module(sublayer.name, sublayer.body)
 
     def forward(
-        self, x: Tensor, delta: Tensor | None, ctx: StepContext
+        self, x: Tensor, delta: Tensor | None, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Apply the layer.
 
@@ -163,7 +163,7 @@ class Block(nn.Module):
         return x, out, residual_input
 
     def tokenwise(
-        self, x: Tensor, delta: Tensor | None, index: int, ctx: StepContext
+        self, x: Tensor, delta: Tensor | None, index: int, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         """Apply the part of a sublayer in which no token reads another one.
 
@@ -247,7 +247,7 @@ class Decoder(nn.Module, ABC):
     def layers(self, build: BuildContext) -> Iterator[tuple[Sublayer, ...]]:
         """Yield the sublayers of each layer, in order."""
 
-    def forward(self, ctx: StepContext) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return hidden states [T, H] after the final norm, and the auxiliary ones, each [T, H]."""
         x = self.embed(ctx.token_ids)
         delta = None
@@ -261,9 +261,9 @@ class Decoder(nn.Module, ABC):
             aux_hidden_states.append(residual)
         return hidden, tuple(aux_hidden_states)
 
-    def logits(self, hidden: Tensor, ctx: StepContext) -> Tensor:
-        """Return this rank's logits [N, n] of the step's logit rows of hidden [T, H]."""
-        return self.head(hidden[ctx.logit_rows])
+    def logits(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        """Return this rank's logits [N, n] at the logit rows of hidden [T, H]."""
+        return self.head(ctx.at_logit_rows(hidden))
 
     def weights(self) -> dict[str, Target]:
         """Map the checkpoint's tensors, by name less the prefix, to their destinations."""

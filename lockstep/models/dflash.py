@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.kernels.fp8_linear import QuantizedRows
 from lockstep.kernels.sampling import LogitShard
 from lockstep.layers.attention import Attention
 from lockstep.layers.build_context import BuildContext
@@ -143,8 +142,8 @@ class BlockAttention(Attention):
     once.
     """
 
-    def forward(self, x: Tensor | QuantizedRows, ctx: StepContext) -> Tensor:
-        q = self._rotate_and_cache(self.qkv(x, ctx), ctx)
+    def _mix(self, qkv: Tensor, ctx: StepContext) -> Tensor:
+        q = self._rotate_and_cache(qkv, ctx)
         rows = ctx.starts.shape[0]
         group = self.heads // self.kv_heads
         blocks = q.view(rows, -1, self.kv_heads, group, self.head_dim)
@@ -159,7 +158,7 @@ class BlockAttention(Attention):
             self.scale,
         )
         outputs = mixed.view(rows, self.kv_heads, -1, group, self.head_dim).transpose(1, 2)
-        return self.out(outputs.reshape(x.shape[0], -1), ctx)
+        return outputs.reshape(len(qkv), -1)
 
 
 class BlockDraftModel(nn.Module):

@@ -723,8 +723,8 @@ FAULTS = (
     Fault(
         "one ulp in the last row of a batch's logits", "numerics", "models.decoder",
         "Decoder.logits",
-        "return self.head($hidden[$step.logit_rows])",
-        "out = self.head($hidden[$step.logit_rows])\n"
+        "return self.head($step.at_logit_rows($hidden))",
+        "out = self.head($step.at_logit_rows($hidden))\n"
         "if out.shape[0] > 1:\n"
         "    out[-1, -1] = out[-1, -1].nextafter(out.new_tensor(9e9))\n"
         "return out",
@@ -1368,7 +1368,7 @@ FAULTS = (
     # KV formats: the bundled model is checked in its own dtype unless a format is asked for.
     Fault(
         "a prompt chunk sees its keys before quantization", "mixer", "layers.attention",
-        "Attention.forward",
+        "Attention._mix",
         "$mixed = self.attend($q, self.k_cache, self.v_cache, $step.page_table, "
         "$step.cu_seqlens, $step.starts, $step.shape.query_len, self.scale, $qkv if self.gated "
         "else None)",
