@@ -196,7 +196,7 @@ def timed(worker: Worker, shape: StepShape, warm: int, times: int) -> float:
 def decide_ms(worker: Worker, shape: StepShape) -> float:
     """Return the mean ms of the second half of a step, repeated on one first half."""
     forward, decide = worker.run_step
-    forwarded = forward(shape)
+    (forwarded,) = forward(shape)
     for _ in range(WARM):
         decide(forwarded)
     timer = StepTimer(worker.plan.device)

@@ -6,8 +6,10 @@ A step is one ragged batch of rows. T tokens, S rows, Q query length, P pages of
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Self
 
+import torch
 from torch import Tensor
 
 GRID = 64
@@ -175,6 +177,57 @@ class StepContext(ForwardContext):
 
     def at_logit_rows(self, hidden: Tensor) -> Tensor:
         return hidden[self.logit_rows]
+
+
+@dataclass(kw_only=True)
+class JointContext(ForwardContext):
+    """Context of a forward pass over several steps: the tokens of the first one come first.
+
+    parts: contexts of the steps, each prepared from the row table for itself.
+    """
+
+    parts: tuple[StepContext, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[StepContext]) -> "JointContext":
+        """Return the context of a pass over these steps."""
+        begins = accumulate((part.shape.tokens for part in parts), initial=0)
+        indices = [
+            None if part.embed_index is None else part.embed_index + begin
+            for begin, part in zip(begins, parts, strict=False)
+        ]
+        return cls(
+            parts=tuple(parts),
+            token_ids=torch.cat([part.token_ids for part in parts]),
+            adapter_ids=_joined([part.adapter_ids for part in parts]),
+            input_embeds=_joined([part.input_embeds for part in parts]),
+            embed_index=_joined(indices),
+            rope_positions=_joined([part.rope_positions for part in parts], dim=1),
+        )
+
+    @property
+    def steps(self) -> Sequence[StepContext]:
+        return self.parts
+
+    def mix(self, function: Mix, *tensors: Tensor) -> Tensor:
+        pieces = zip(*map(self._split, tensors), strict=True)
+        return torch.cat(
+            [function(*piece, part) for piece, part in zip(pieces, self.parts, strict=True)]
+        )
+
+    def at_logit_rows(self, hidden: Tensor) -> Tensor:
+        pieces = zip(self._split(hidden), self.parts, strict=True)
+        return torch.cat([part.at_logit_rows(piece) for piece, part in pieces])
+
+    def _split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return the rows of a tensor [T, ...] that belong to each step."""
+        return tensor.split([part.shape.tokens for part in self.parts])
+
+
+def _joined(tensors: Sequence[Tensor | None], dim: int = 0) -> Tensor | None:
+    """Return the optional inputs of several steps as one tensor; None where no step has them."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    return torch.cat(present, dim) if present else None
 
 
 @dataclass

@@ -8,7 +8,7 @@ error that names the op (capture_checks.py).
 
 import gc
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import CaptureError
 from lockstep.kernels.epochs import launch_epochs
-from lockstep.step import StepContext
+from lockstep.step import ForwardContext, StepShape
 from lockstep.worker.capture_checks import (
     Fault,
     capture_checks,
@@ -37,8 +37,8 @@ SYNC_ERROR = "synchronizing"
 class Recording:
     """Recorded call: its graph, the tensors that it reads, and its result.
 
-    inputs: per argument, the graph's tensor, or for a step context the tuple of its token inputs;
-    None for other arguments.
+    inputs: per argument, the graph's tensor, or for a forward context the tuple of its token
+    inputs; None for other arguments.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -137,8 +137,8 @@ class CapturedFunction:
 
 
 def _key_of(argument: Any) -> Hashable:
-    """Return what a graph depends on: shapes of tensors, and which optional inputs a step has."""
-    if isinstance(argument, StepContext):
+    """Return what a graph depends on: shapes of tensors, and which optional inputs a pass has."""
+    if isinstance(argument, ForwardContext):
         inputs = argument.token_inputs
         return tuple(None if tensor is None else tuple(tensor.shape) for tensor in inputs)
     return tuple(argument.shape) if isinstance(argument, Tensor) else argument
@@ -147,9 +147,9 @@ def _key_of(argument: Any) -> Hashable:
 def _clone(argument: Any) -> Any:
     """Return the argument with cloned tensors, into which each call copies.
 
-    A captured piece reads only the optional inputs of a step context, so only these are cloned.
+    A captured piece reads only the optional inputs of a forward context, so only these are cloned.
     """
-    if isinstance(argument, StepContext):
+    if isinstance(argument, ForwardContext):
         inputs = argument.token_inputs
         copies = tuple(None if tensor is None else tensor.clone() for tensor in inputs)
         return argument.with_token_inputs(copies)
@@ -158,8 +158,8 @@ def _clone(argument: Any) -> Any:
 
 def _inputs_of(argument: Any) -> Tensor | tuple[Tensor | None, ...] | None:
     """Return the tensors of a recorded argument into which later calls copy."""
-    if isinstance(argument, StepContext):
-        # Not the context: that would keep all other tensors of the first step allocated.
+    if isinstance(argument, ForwardContext):
+        # Not the context: that would keep all other tensors of the first pass allocated.
         return argument.token_inputs
     return argument if isinstance(argument, Tensor) else None
 
@@ -187,21 +187,27 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def capture_program(run_step: RunStep, pool: Any) -> RunStep:
-    """Return run_step with a graph of forward and one of decide per shape that is captured.
+    """Return run_step with a graph per forward pass, and one of decide for each of its steps.
 
-    Other steps run eagerly.
+    A pass with a step that is not captured runs eagerly.
     """
 
     def is_captured(key: Any) -> bool:
-        return key[0].is_captured
+        return are_captured(key)
 
-    def has_captured_shape(key: Any) -> bool:
-        return key[0].step.shape.is_captured
+    def follows_captured(key: Any) -> bool:
+        # After an eager pass the arguments are new tensors, which no graph reads.
+        return are_captured(key[0].shapes)
 
     return RunStep(
         CapturedFunction(run_step.forward, pool, is_captured, "forward"),
-        CapturedFunction(run_step.decide, pool, has_captured_shape, "decide"),
+        CapturedFunction(run_step.decide, pool, follows_captured, "decide"),
     )
+
+
+def are_captured(shapes: Sequence[StepShape]) -> bool:
+    """Return whether a forward pass over steps of these shapes runs as a graph."""
+    return all(shape.is_captured for shape in shapes)
 
 
 def capture_pieces(model: nn.Module, pool: Any, token_counts: Iterable[int]) -> None:

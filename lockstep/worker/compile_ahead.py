@@ -139,7 +139,7 @@ def record_kernels(dry_engine: DryEngine, limits: StepLimits) -> list[Compilatio
     with dry_engine.mode, recording(dry_engine.card) as compilations:
         program = dry_engine.program(limits, dry_engine.build)
         for shape in step_shapes(limits):
-            program.decide(program.forward(shape))
+            program.run(shape)
     return list(compilations.values())
 
 

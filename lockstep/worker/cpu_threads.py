@@ -22,13 +22,14 @@ def with_step_threads(run_step: RunStep, model: nn.Module) -> RunStep:
     """Return run_step with small steps on one thread and others on torch's number of threads."""
     token_flops = layer_flops(model)
 
-    def threads_of(shape: StepShape) -> AbstractContextManager[None]:
-        is_small = prefers_one_thread(token_flops, shape.tokens)
+    def threads_of(*shapes: StepShape) -> AbstractContextManager[None]:
+        tokens = sum(shape.tokens for shape in shapes)
+        is_small = prefers_one_thread(token_flops, tokens)
         return one_thread() if is_small else nullcontext()
 
-    def forward(shape: StepShape) -> Forwarded:
-        with threads_of(shape):
-            return run_step.forward(shape)
+    def forward(*shapes: StepShape) -> tuple[Forwarded, ...]:
+        with threads_of(*shapes):
+            return run_step.forward(*shapes)
 
     def decide(forwarded: Forwarded) -> Outcome:
         with threads_of(forwarded.step.shape):

@@ -6,7 +6,7 @@ kernel launches are left out.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -139,8 +139,8 @@ def allocated(make: Callable[[], Any]) -> int:
     return size
 
 
-def step_bytes(program: Program, shape: StepShape) -> tuple[int, int]:
-    """Run a step dry -> (peak bytes, bytes of its results).
+def step_bytes(program: Program, *shapes: StepShape) -> tuple[int, int]:
+    """Run the steps of a forward pass dry -> (peak bytes, bytes of their results).
 
     Raises CaptureError, which names the op, where the step reads a tensor on the host or needs a
     device.
@@ -148,17 +148,17 @@ def step_bytes(program: Program, shape: StepShape) -> tuple[int, int]:
     counter = AllocationCounter()
     with counter:
         try:
-            outcome = program.decide(program.forward(shape))
+            outcomes = program.run(*shapes)
         except (RuntimeError, AssertionError) as error:  # torch asserts what it cannot do dry
-            raise _unpredictable(shape, error) from error
+            raise _unpredictable(shapes, error) from error
         size = counter.peak, counter.live
-    del outcome
+    del outcomes
     return size
 
 
-def _unpredictable(shape: StepShape, error: Exception) -> CaptureError:
+def _unpredictable(shapes: Sequence[StepShape], error: Exception) -> CaptureError:
     """Return the error of a step whose memory cannot be counted without a device."""
-    kind = "prompt" if shape.prompt else "decoding"
+    kind = "prompt" if shapes[-1].prompt else "decoding"
     reason = str(error).partition("\n")[0]
     return CaptureError(
         f"dry run of a {kind} step: {describe_fault(error)} reads a tensor on the host or needs a "

@@ -50,10 +50,12 @@ class GrammarMasks:
         masked: dict[int, MaskedRow],
         query_len: int,
         fill_masks: FillMasks,
+        begin: int = 0,
     ) -> Callable[[], None]:
         """Start the copies for a step -> function to call between the halves of the step.
 
-        masked: rows that need masks, by row. query_len: tokens decided per row.
+        masked: rows that need masks, by row. query_len: tokens decided per row. begin: logit rows
+        of the steps before it in its forward pass.
         """
         if not masked:
             return do_nothing
@@ -68,7 +70,7 @@ class GrammarMasks:
         def before_decide() -> None:
             if event is not None:
                 event.synchronize()
-            self._upload(chosen, unseen, query_len, fill_masks)
+            self._upload(chosen, unseen, query_len, fill_masks, begin)
 
         return before_decide
 
@@ -93,7 +95,12 @@ class GrammarMasks:
         return torch.cat([computed, table.tokens[ids, at], drafts], dim=1)
 
     def _upload(
-        self, chosen: list[StepRow], unseen: Tensor, query_len: int, fill_masks: FillMasks
+        self,
+        chosen: list[StepRow],
+        unseen: Tensor,
+        query_len: int,
+        fill_masks: FillMasks,
+        begin: int,
     ) -> None:
         """Get the masks of the step from the host and copy them to the device."""
         queries = []
@@ -102,7 +109,8 @@ class GrammarMasks:
             drafts = tokens[self.max_query_len :][: query_len - 1]
             new_tokens = tokens[: max(computed + 1 - step_row.masked.num_known, 0)]
             valid = list(takewhile(lambda token: token >= 0, drafts))
-            first = step_row.index * query_len
+            # The device may still copy the masks of an earlier step of the same pass.
+            first = begin + step_row.index * query_len
             queries.append(MaskQuery(step_row.masked.request_id, new_tokens, valid, first))
         free = fill_masks(queries, self.memory)
         for step_row in chosen:
@@ -110,4 +118,4 @@ class GrammarMasks:
                 # `decide` is not launched yet, so this step already samples without masks.
                 remove_masks(self.table.sampling, step_row.masked.row)
         span = slice(chosen[0].index * query_len, (chosen[-1].index + 1) * query_len)
-        self.table.allowed[span].copy_(self.host[span], non_blocking=True)
+        self.table.allowed[span].copy_(self.host[begin:][span], non_blocking=True)

@@ -20,19 +20,26 @@ MAX_STEPS = 4096
 
 
 class StepTimes(StepObserver):
-    """Timers of a rank's decode steps. device: of its plan."""
+    """Timers of a rank's decode steps. device: of its plan. is_timing: the last one runs."""
 
     def __init__(self, device: str) -> None:
         self.device = device
         self.timers: deque[StepTimer] = deque(maxlen=MAX_STEPS)
+        self.is_timing = False
 
     def before_step(self, rows: Sequence[RowSpec], shape: StepShape) -> None:
         if shape.is_decode:
             self.timers.append(StepTimer(self.device))
+            self.is_timing = True
+        elif self.is_timing:
+            # A prompt step joins the decode step's forward pass, whose time is not a decode step's.
+            self.timers.pop()
+            self.is_timing = False
 
     def after_step(self, rows: Sequence[RowSpec], shape: StepShape, outcome: Outcome) -> None:
-        if shape.is_decode:
+        if self.is_timing:
             self.timers[-1].end()
+            self.is_timing = False
 
     def mean_ms(self) -> float:
         """Wait for the steps and return the mean of their times; 0 without steps."""

@@ -21,6 +21,8 @@ from lockstep.worker.prediction_column import prediction_column
 
 WORD_BITS = 32
 """Tokens per word of `allowed`."""
+MAX_STEPS_OF_A_PASS = 2
+"""Maximum steps that one forward pass computes: a decode step and a prompt step."""
 
 
 class StepInputs:
@@ -54,7 +56,8 @@ class RowTable(RowTensors):
 
     allowed [N, ceil(V / 32)] int32: per logit row of a step, bits of the tokens that a grammar
     allows; not read for rows without a grammar. adapters: adapter of each row. predictions:
-    predicted text of each row.
+    predicted text of each row. pass_inputs: host inputs of the steps of a forward pass; inputs: of
+    its first step.
     """
 
     def __init__(self, plan: StepLimits, build: BuildContext, vocab: int) -> None:
@@ -79,7 +82,8 @@ class RowTable(RowTensors):
         self.sampling = SamplingState.empty(rows, vocab, MAX_STOP_IDS + 4, bad_words, device)
         self.adapters = adapter_column(tuple(plan.adapters), rows, device)
         self.predictions = prediction_column(plan.has_predictions, rows, plan.max_model_len, device)
-        self.inputs = StepInputs(rows, device)
+        self.pass_inputs = tuple(StepInputs(rows, device) for _ in range(MAX_STEPS_OF_A_PASS))
+        self.inputs = self.pass_inputs[0]
         # All bits set: a row whose mask was never uploaded allows every token.
         decided = plan.max_decided
         words = -(-vocab // WORD_BITS)
@@ -98,9 +102,12 @@ class RowTable(RowTensors):
         tensors += self.sampling.tensors() + self.adapters.tensors()
         return tensors + self.predictions.tensors()
 
-    def prepare(self, shape: StepShape) -> StepContext:
-        """Return the step that the inputs describe, at the rows' own lengths."""
-        inputs = self.inputs
+    def prepare(self, shape: StepShape, index: int = 0) -> StepContext:
+        """Return the step that the inputs describe, at the rows' own lengths.
+
+        index: of the step in its forward pass.
+        """
+        inputs = self.pass_inputs[index]
         rows = shape.rows
         row_ids = inputs.row_ids[:rows]
         tensors = self.prepare_op(

@@ -346,7 +346,7 @@ class Fitting:
         forced = [forced_shape(limits, 1, window) for window in FORCED_WINDOWS]
         for shape in (*forced, *uniform_shapes(limits)):
             # A kernel takes memory of the GPU when it is loaded, its threads' stacks included.
-            program.decide(program.forward(shape))
+            program.run(shape)
         lengths, prompt = largest_prompt_step(limits)
         program.table.inputs.fill(query_lens=lengths)
         uniform = StepShape.uniform(limits.row_buckets[-1], limits.query_len)
@@ -390,18 +390,18 @@ def smallest(group: RankGroup, number: int) -> int:
     return int(group.all_gather(torch.tensor([number], device="cuda")).min())
 
 
-def peak_bytes(program: Program, shape: StepShape) -> tuple[int, int]:
-    """Run a step -> (peak bytes reserved on the GPU, bytes of its results)."""
+def peak_bytes(program: Program, *shapes: StepShape) -> tuple[int, int]:
+    """Run the steps of a pass -> (peak bytes reserved on the GPU, bytes of their results)."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     reserved = torch.cuda.memory_reserved()
     before = torch.cuda.memory_allocated()
-    outcome = program.decide(program.forward(shape))
+    outcomes = program.run(*shapes)
     torch.cuda.synchronize()
     kept = torch.cuda.memory_allocated() - before
     peak = torch.cuda.max_memory_reserved() - reserved
-    del outcome
+    del outcomes
     torch.cuda.empty_cache()
     return peak, kept
 

@@ -10,7 +10,9 @@ from lockstep.worker.program import Outcome
 class StepObserver:
     """Base class of observers, called around every step that a schedule launches.
 
-    The next step may overwrite the tensors that an observer gets: it copies what it keeps.
+    Two steps may share a forward pass. Then before_step() is called for both before the pass, and
+    after_step() for each as soon as it is decided. The next step may overwrite the tensors that an
+    observer gets: it copies what it keeps.
     """
 
     def before_step(self, rows: Sequence[RowSpec], shape: StepShape) -> None:

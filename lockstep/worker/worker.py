@@ -1,6 +1,6 @@
 """Worker: launches the steps of a schedule on one device and reads their results later."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isnan
 
@@ -28,6 +28,7 @@ from lockstep.worker import memory, rows
 from lockstep.worker.capture import capture_pieces, capture_program
 from lockstep.worker.cpu_threads import with_step_threads
 from lockstep.worker.grammar_masks import GrammarMasks
+from lockstep.worker.joint_steps import join_rule
 from lockstep.worker.program import Outcome, Program, RunStep
 from lockstep.worker.sampler import logprobs
 from lockstep.worker.step_observer import StepObserver
@@ -65,6 +66,42 @@ def shortest_prompt_step(limits: StepLimits) -> StepShape:
     return StepShape(1, size, size, prompt=True, next_drafts=limits.query_len - 1)
 
 
+def prompt_shape(limits: StepLimits, lengths: Sequence[int]) -> StepShape:
+    """Return the shape of a step of prompt chunks of these lengths."""
+    sizes = (len(lengths), sum(lengths), max(lengths))
+    return StepShape(*sizes, prompt=True, next_drafts=limits.query_len - 1)
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step of a schedule before its launch.
+
+    row_ids, specs: its rows. chunks: the rows' chunks in a prompt step, none in other steps.
+    """
+
+    shape: StepShape
+    row_ids: list[int]
+    specs: list[RowSpec]
+    chunks: Sequence[PromptChunk] = ()
+
+    @property
+    def columns(self) -> dict[str, list[int]]:
+        """Return the columns of the step's host inputs."""
+        if not self.shape.prompt:
+            return {"row_ids": self.row_ids}
+        return {
+            "row_ids": self.row_ids,
+            "query_lens": [chunk.length for chunk in self.chunks],
+            "state_src": [chunk.state_src for chunk in self.chunks],
+            "snapshot_slots": [chunk.snapshot_slot for chunk in self.chunks],
+        }
+
+    @property
+    def num_decided(self) -> int:
+        """Return the tokens that the step decides per row."""
+        return 1 if self.shape.prompt else self.shape.query_len
+
+
 @dataclass(frozen=True)
 class LaunchedRow:
     """A row of a launched step, with what its results need.
@@ -84,12 +121,16 @@ class LaunchedRow:
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A launched step whose results are on their way to the host."""
+    """A launched step whose results are on their way to the host.
+
+    timer: of its forward pass and of all steps of that pass. is_joint: the pass has another step.
+    """
 
     rows: list[LaunchedRow]
     shape: StepShape
     results: Tensor
     timer: StepTimer
+    is_joint: bool
 
 
 @dataclass(frozen=True)
@@ -106,7 +147,8 @@ class Worker:
     specs: row -> request data of its latest admission. saved: request id -> preempted row in host
     memory. observers: called around every step of a schedule. num_logit_observers: number of the
     first rank's observers that read logits, equal on every rank: all ranks gather whole logits for
-    them. run_step: runs a step; uncaptured: the same without graphs. group: of the tensor-parallel
+    them. run_step: runs a step; uncaptured: the same without graphs. joins: says whether a decode
+    step and a prompt step of these shapes share a forward pass. group: of the tensor-parallel
     ranks. shard: share of the logits that this rank computes.
     """
 
@@ -135,6 +177,7 @@ class Worker:
         if plan.device == "cpu":
             self.uncaptured = with_step_threads(self.uncaptured, model)
         self.run_step = self.uncaptured
+        self.joins = join_rule(plan, model)
         memory.allocate(self.layers, plan.num_pages, plan.num_slots, plan.device)
         self.paged = memory.tensors(self.layers, StorageKind.PAGED)
         self.state = memory.tensors(self.layers, StorageKind.STATE)
@@ -200,18 +243,40 @@ class Worker:
         self.transfers.evict(schedule.evicted)
         self._update_rows(schedule)
         masked = {entry.row: entry for entry in schedule.masked}
+        *separate, last = self._forward_passes(schedule)
         launched = []
+        for steps in separate:
+            launched += self._launch(steps, masked, fill_masks)
+        # Only the prompt step reads fetched pages, so the passes before it need not wait for them.
+        self.transfers.fetch(schedule.fetched)
+        return launched + self._launch(last, masked, fill_masks)
+
+    def _forward_passes(self, schedule: Schedule) -> list[list[PlannedStep]]:
+        """Return the steps of each forward pass of a schedule. The last pass has the prompt step.
+
+        A pass without steps is not launched.
+        """
+        decode = []
+        forced = []
+        prompt = []
         if schedule.decode:
             shape = StepShape.uniform(schedule.padded_rows, schedule.num_drafts + 1)
-            launched.append(self._launch_uniform(schedule.decode, shape, masked, fill_masks))
+            decode.append(self._planned(shape, schedule.decode))
         if schedule.forced:
             shape = forced_shape(self.plan, len(schedule.forced), schedule.forced_len)
-            launched.append(self._launch_uniform(schedule.forced, shape, masked, fill_masks))
-        # Fetched pages belong to the prompt step alone: the decode step need not wait for them.
-        self.transfers.fetch(schedule.fetched)
+            forced.append(self._planned(shape, schedule.forced))
         if schedule.prompt:
-            launched.append(self._launch_prompt(schedule.prompt, masked, fill_masks))
-        return launched
+            shape = prompt_shape(self.plan, [chunk.length for chunk in schedule.prompt])
+            row_ids = [chunk.row for chunk in schedule.prompt]
+            prompt.append(self._planned(shape, row_ids, schedule.prompt))
+        if decode and prompt and self.joins(decode[0].shape, prompt[0].shape):
+            return [forced, decode + prompt]
+        return [decode, forced, prompt]
+
+    def _planned(
+        self, shape: StepShape, row_ids: list[int], chunks: Sequence[PromptChunk] = ()
+    ) -> PlannedStep:
+        return PlannedStep(shape, row_ids, [self.specs[row] for row in row_ids], chunks)
 
     def _update_rows(self, schedule: Schedule) -> None:
         """Swap rows out and in, admit rows and grant pages, in this order."""
@@ -232,59 +297,52 @@ class Worker:
         for grant in schedule.grants:
             rows.write_pages(table, grant.row, grant.column, grant.pages)
 
-    def _launch_uniform(
-        self,
-        row_ids: list[int],
-        shape: StepShape,
-        masked: dict[int, MaskedRow],
-        fill_masks: FillMasks,
-    ) -> LaunchedStep:
-        """Launch a uniform step: every row brings its last token, and drafts or forced tokens."""
-        self.table.inputs.fill(row_ids=row_ids)
-        specs = [self.specs[row] for row in row_ids]
+    def _launch(
+        self, steps: list[PlannedStep], masked: dict[int, MaskedRow], fill_masks: FillMasks
+    ) -> list[LaunchedStep]:
+        """Launch the steps of one forward pass."""
+        if not steps:
+            return []
+        for inputs, step in zip(self.table.pass_inputs, steps, strict=False):
+            inputs.fill(**step.columns)
         timer = StepTimer(self.plan.device)
-        query_len = shape.query_len
-        before_decide = self.grammar_masks.begin(row_ids, masked, query_len, fill_masks)
-        _, _, logits, verdict = self._run(specs, shape, before_decide)
-        wanted = [spec.params.logprobs is not None for spec in specs]
-        row_logits = self._copy_logits(wanted, logits, query_len)
-        launched = [
-            LaunchedRow(row, spec, True, copied, None, ())
-            for row, spec, copied in zip(row_ids, specs, row_logits, strict=True)
-        ]
-        results = copy_to_host(verdict.results[: len(launched)])
+        before_decide = []
+        begin = 0
+        for step in steps:
+            width = step.num_decided
+            before = self.grammar_masks.begin(step.row_ids, masked, width, fill_masks, begin)
+            before_decide.append(before)
+            begin += len(step.row_ids) * width
+        launched = []
+        for step, outcome in zip(steps, self._run(steps, before_decide), strict=True):
+            launched_rows = self._prompt_rows if step.shape.prompt else self._uniform_rows
+            results = copy_to_host(outcome[-1].results[: len(step.row_ids)])
+            is_joint = len(steps) > 1
+            launched.append(
+                LaunchedStep(launched_rows(step, outcome), step.shape, results, timer, is_joint)
+            )
         timer.end()
-        return LaunchedStep(launched, shape, results, timer)
+        return launched
 
-    def _launch_prompt(
-        self, chunks: list[PromptChunk], masked: dict[int, MaskedRow], fill_masks: FillMasks
-    ) -> LaunchedStep:
-        """Launch the ragged step: every row brings a chunk of its prompt."""
-        lengths = [chunk.length for chunk in chunks]
-        row_ids = [chunk.row for chunk in chunks]
-        self.table.inputs.fill(
-            row_ids=row_ids,
-            query_lens=lengths,
-            state_src=[chunk.state_src for chunk in chunks],
-            snapshot_slots=[chunk.snapshot_slot for chunk in chunks],
-        )
-        shape = StepShape(
-            rows=len(chunks),
-            tokens=sum(lengths),
-            query_len=max(lengths),
-            prompt=True,
-            next_drafts=self.plan.query_len - 1,
-        )
-        specs = [self.specs[row] for row in row_ids]
-        timer = StepTimer(self.plan.device)
-        before_decide = self.grammar_masks.begin(row_ids, masked, 1, fill_masks)
-        _, hidden, logits, verdict = self._run(specs, shape, before_decide)
+    def _uniform_rows(self, step: PlannedStep, outcome: Outcome) -> list[LaunchedRow]:
+        """Return the rows of a step in which each brings its last token, and drafts or forced
+        tokens.
+        """
+        _, _, logits, _ = outcome
+        wanted = [spec.params.logprobs is not None for spec in step.specs]
+        row_logits = self._copy_logits(wanted, logits, step.shape.query_len)
+        rows = zip(step.row_ids, step.specs, row_logits, strict=True)
+        return [LaunchedRow(row, spec, True, copied, None, ()) for row, spec, copied in rows]
+
+    def _prompt_rows(self, step: PlannedStep, outcome: Outcome) -> list[LaunchedRow]:
+        """Return the rows of a step in which each brings a chunk of its prompt."""
+        _, hidden, logits, _ = outcome
         launched = []
         begin = 0
-        pairs = zip(chunks, specs, strict=True)
+        pairs = zip(step.chunks, step.specs, strict=True)
         wanted = [chunk.last and spec.params.logprobs is not None for chunk, spec in pairs]
         row_logits = self._copy_logits(wanted, logits, 1)
-        for chunk, spec, copied in zip(chunks, specs, row_logits, strict=True):
+        for chunk, spec, copied in zip(step.chunks, step.specs, row_logits, strict=True):
             row_hidden = None
             next_tokens = spec.prompt_token_ids[:0]
             if spec.params.prompt_logprobs is not None:
@@ -295,24 +353,24 @@ class Worker:
                 LaunchedRow(chunk.row, spec, chunk.last, copied, row_hidden, next_tokens)
             )
             begin += chunk.length
-        results = copy_to_host(verdict.results)
-        timer.end()
-        return LaunchedStep(launched, shape, results, timer)
+        return launched
 
     def _run(
-        self, specs: list[RowSpec], shape: StepShape, before_decide: Callable[[], None]
-    ) -> Outcome:
-        """Run a step of these rows and call the observers. before_decide: see `RunStep`."""
-        for observer in self.observers:
-            observer.before_step(specs, shape)
-        outcome = self.run_step(shape, before_decide)
-        observed = outcome
-        if self.num_logit_observers:
-            step, hidden, logits, verdict = outcome
-            observed = (step, hidden, self.shard.gather(logits), verdict)
-        for observer in self.observers:
-            observer.after_step(specs, shape, observed)
-        return outcome
+        self, steps: list[PlannedStep], before_decide: list[Callable[[], None]]
+    ) -> Iterator[Outcome]:
+        """Run the steps of a forward pass and call the observers. before_decide: see `RunStep`."""
+        for step in steps:
+            for observer in self.observers:
+                observer.before_step(step.specs, step.shape)
+        outcomes = self.run_step.run([step.shape for step in steps], before_decide)
+        for step, outcome in zip(steps, outcomes, strict=True):
+            observed = outcome
+            if self.num_logit_observers:
+                context, hidden, logits, verdict = outcome
+                observed = (context, hidden, self.shard.gather(logits), verdict)
+            for observer in self.observers:
+                observer.after_step(step.specs, step.shape, observed)
+            yield outcome
 
     def _copy_logits(
         self, wanted: list[bool], logits: Tensor, query_len: int
@@ -338,7 +396,7 @@ class Worker:
         for step in launched:
             step.timer.wait()
             self.group.check()
-            if step.shape.is_decode:
+            if step.shape.is_decode and not step.is_joint:
                 results.decode_ms = step.timer.ms
             for row, numbers in zip(step.rows, step.results.tolist(), strict=True):
                 result = _read_row(row, numbers) if row.emits else RowResult([])

@@ -18,6 +18,7 @@ from lockstep.errors import ComputeError, EngineDeadError
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import MAX_FAILED_REQUESTS, MAX_REQUEST_FAILURES, Request
 from lockstep.worker.executor import worker_of
+from lockstep.worker.program import RunStep
 from tests.bundled_model import make_engine
 from tests.tiny_model import TWO_LAYERS, make_model
 
@@ -117,7 +118,12 @@ def test_requests_go_on_after_a_failed_step(
         return all(r.output_token_ids for r in running)
 
     patched = worker_of(engine) if owner == "worker" else engine.scheduler
-    monkeypatch.setattr(patched, name, fail_once(getattr(patched, name), both_run))
+    inner = getattr(patched, name)
+    if name == "run_step":
+        failing: Any = RunStep(fail_once(inner.forward, both_run), inner.decide)
+    else:
+        failing = fail_once(inner, both_run)
+    monkeypatch.setattr(patched, name, failing)
 
     async def work() -> tuple[list[list[TokenUpdate]], list[TokenUpdate]]:
         ending = [asyncio.create_task(read(client, r)) for r in running]
@@ -329,7 +335,8 @@ def test_failed_probe_step_ends_the_engine(
 ) -> None:
     reasons: list[str] = []
     client.on_end = reasons.append
-    monkeypatch.setattr(worker_of(client.transport.engine), "run_step", always_fails)
+    run_step = RunStep(always_fails, always_fails)
+    monkeypatch.setattr(worker_of(client.transport.engine), "run_step", run_step)
     assert death_reason(client, reasons) == "a step failed, and so did an empty one after it"
 
 

@@ -98,7 +98,7 @@ FAULTS = (
     ),
     Fault(
         "a prompt's hidden states begin after the previous prompt's scored tokens", "worker",
-        WORKER, "Worker._launch_prompt",
+        WORKER, "Worker._prompt_rows",
         "$next_tokens = $spec.prompt_token_ids[:0]\n"
         "...\n"
         "$begin += $chunk.length",

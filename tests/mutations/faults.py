@@ -71,6 +71,7 @@ OF_DRAFT_MODEL = "tests/spec/test_draft_model.py::test_drafts_equal_the_draft_mo
 OF_NO_DRAFTS = "tests/engine/test_speculate.py::test_speculate_changes_no_token"
 OF_ROWS_ALONE = "tests/kernels/test_exactness.py"
 OF_HOST = "tests/cache/test_host_tier.py"
+OF_JOINT = "tests/engine/test_joint_steps.py"
 OF_TRANSFERS = "tests/worker/test_transfers.py::test_units_are_not_read_before_their_copy_arrives"
 PACKAGE = Path(__file__).parents[2] / "lockstep"
 
@@ -236,7 +237,7 @@ FAULTS = (
         "$pages = $entry.seq.pages[:max($used - 1, 1)]",
     ),
     Fault(
-        "prompt log-probabilities missing at chunk ends", "worker", WORKER, "Worker._launch_prompt",
+        "prompt log-probabilities missing at chunk ends", "worker", WORKER, "Worker._prompt_rows",
         "$request.prompt_token_ids[$first:$first + $chunk.length]",
         "$request.prompt_token_ids[$first:$first + $chunk.length - 1]",
     ),
@@ -508,6 +509,45 @@ FAULTS = (
         "$resumed = self.state.hit($seq, $hit)",
         "$resumed = $hit",
     ),
+    # Joint steps: a decode step and a prompt step in one forward pass.
+    Fault(
+        "a mixer's outputs of a joint step's prompts come first", "worker", "step",
+        "JointContext.mix",
+        "[$function(*$piece, $part) for $piece, $part in zip($pieces, self.parts, strict=True)]",
+        "[$function(*$piece, $part) for $piece, $part in zip($pieces, self.parts, strict=True)]"
+        "[::-1]",
+    ),
+    Fault(
+        "the logit rows of a joint step's prompts come first", "worker", "step",
+        "JointContext.at_logit_rows",
+        "torch.cat([$part.at_logit_rows($piece) for $piece, $part in $pieces])",
+        "torch.cat([$part.at_logit_rows($piece) for $piece, $part in $pieces][::-1])",
+    ),
+    Fault(
+        "the adapters of a joint step's prompts come first", "worker", "step", "JointContext.of",
+        "_joined([$part.adapter_ids for $part in $parts])",
+        "_joined([$part.adapter_ids for $part in $parts[::-1]])",
+        f"{OF_JOINT}::test_joint_steps_of_adapters_change_no_bit",
+    ),
+    Fault(
+        "the prompts of a joint step have the rows of its decode step", "worker",
+        "worker.row_table", "RowTable.prepare",
+        "$inputs = self.pass_inputs[$index]",
+        "$inputs = self.pass_inputs[0]",
+    ),
+    Fault(
+        "a joint step's drafter reads the hidden states of the decode step", "worker",
+        "worker.program", "Program.forward",
+        "Forwarded($step, $hidden, tuple($aux[$i] for $aux in $parts), $logits, $shapes)",
+        "Forwarded($step, $hidden, tuple($aux[0] for $aux in $parts), $logits, $shapes)",
+        f"{OF_JOINT}::test_joint_steps_change_no_bit",
+    ),
+    Fault(
+        "the draft length learns the time of joint steps", "worker", WORKER, "Worker.collect",
+        "if $step.shape.is_decode and not $step.is_joint: ...",
+        "if $step.shape.is_decode: ...",
+        f"{OF_JOINT}::test_draft_length_learns_no_time_from_joint_steps",
+    ),
     # Host memory.
     Fault(
         "a page is fetched into the wrong page", "worker", TRANSFERS, "Transfers.copy_in",
@@ -517,11 +557,10 @@ FAULTS = (
     Fault(
         "a page is fetched after the prompt step", "worker", WORKER, "Worker.launch",
         "self.transfers.fetch($schedule.fetched)\n"
-        "if $schedule.prompt:\n"
-        "    $launched.append(self._launch_prompt($schedule.prompt, $masked, $fill_masks))",
-        "if $schedule.prompt:\n"
-        "    $launched.append(self._launch_prompt($schedule.prompt, $masked, $fill_masks))\n"
-        "self.transfers.fetch($schedule.fetched)",
+        "return $launched + self._launch($last, $masked, $fill_masks)",
+        "$launched += self._launch($last, $masked, $fill_masks)\n"
+        "self.transfers.fetch($schedule.fetched)\n"
+        "return $launched",
     ),
     Fault(
         "evicted pages are copied after rows move in", "worker", WORKER, "Worker.launch",
@@ -1581,8 +1620,8 @@ FAULTS = (
     ),
     Fault(
         "a grammar's masks lie at the first row", "worker", GRAMMAR_MASKS, "GrammarMasks._upload",
-        "$first = $one.index * $query_len",
-        "$first = chosen[0].index * $query_len",
+        "$first = $begin + $one.index * $query_len",
+        "$first = $begin + chosen[0].index * $query_len",
     ),
     Fault(
         "a grammar's masks do not follow the drafts", "worker", GRAMMAR_MASKS,

@@ -182,28 +182,38 @@ def test_forward_and_decide_have_graphs_for_uniform_steps(monkeypatch: pytest.Mo
     kept: dict[Any, Any] = {}
 
     def captured(fn: Any, pool: Any, expected: Any, name: str) -> Any:
-        def face(argument: Any) -> Any:
-            if not expected((argument,)):
-                return fn(argument)
-            recorded_piece[name].add(argument)
-            return kept.setdefault((name, argument), fn(argument))
+        def face(*key: Any) -> Any:
+            if not expected(key):
+                return fn(*key)
+            recorded_piece[name].add(key)
+            return kept.setdefault((name, key), fn(*key))
 
         return face
 
-    def forward(shape: StepShape) -> Forwarded:
-        step: Any = SimpleNamespace(shape=shape)
-        return Forwarded(step, torch.zeros(1), (), torch.zeros(1))
+    def forward(*shapes: StepShape) -> tuple[Forwarded, ...]:
+        steps: list[Any] = [SimpleNamespace(shape=shape) for shape in shapes]
+        zeros = torch.zeros(1)
+        return tuple(Forwarded(step, zeros, (), zeros, shapes) for step in steps)
 
     order: list[str] = []
     monkeypatch.setattr(capture, "CapturedFunction", captured)
     halves = RunStep(forward, lambda forwarded: order.append("decide"))  # type: ignore[arg-type, return-value]
     run_step = capture.capture_program(halves, None)
-    for shape in (StepShape.uniform(1, 2), StepShape.uniform(3, 1), StepShape(1, 5, 5, True)):
+    shapes = (StepShape.uniform(1, 2), StepShape.uniform(3, 1), StepShape(1, 5, 5, True))
+    for shape in shapes:
         for _ in range(2):
             run_step(shape, lambda: order.append("between"))
-    assert recorded_piece["forward"] == {StepShape.uniform(1, 2), StepShape.uniform(3, 1)}
-    assert {str(remaining) for remaining in recorded_piece["decide"]} == {
-        str(s) for s in recorded_piece["forward"]
-    }
-    assert len(recorded_piece["decide"]) == 2
+    assert recorded_piece["forward"] == {(shape,) for shape in shapes[:2]}
+    assert sorted(str(key) for key in recorded_piece["decide"]) == sorted(
+        str(key) for key in recorded_piece["forward"]
+    )
     assert order[:2] == ["between", "decide"]
+    # A pass of two steps has a graph if both have one, and a decide for each of them.
+    for prompt in (shapes[1], shapes[2]):
+        order.clear()
+        between = [lambda: order.append("first"), lambda: order.append("second")]
+        for _ in run_step.run([shapes[0], prompt], between):
+            pass
+        assert order == ["first", "decide", "second", "decide"]
+    assert len(recorded_piece["forward"]) == 3
+    assert len(recorded_piece["decide"]) == 4

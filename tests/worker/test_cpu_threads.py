@@ -13,7 +13,7 @@ from lockstep.layers.linear import Weight
 from lockstep.step import StepShape
 from lockstep.worker import cpu_threads
 from lockstep.worker.executor import worker_of
-from lockstep.worker.program import RunStep
+from lockstep.worker.program import RunStep, do_nothing
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, make_engine
 from tests.tiny_model import make_model
 
@@ -73,9 +73,9 @@ def test_step_threads_depend_on_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_threads, "ONE_THREAD_FLOPS", 1000)
     seen = []
 
-    def forward(shape: StepShape) -> Any:
+    def forward(*shapes: StepShape) -> Any:
         seen.append(torch.get_num_threads())
-        return SimpleNamespace(step=SimpleNamespace(shape=shape))
+        return [SimpleNamespace(step=SimpleNamespace(shape=shape)) for shape in shapes]
 
     def decide(forwarded: Any) -> Any:
         seen.append(torch.get_num_threads())
@@ -89,6 +89,10 @@ def test_step_threads_depend_on_work(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="fails"):
         run(StepShape(1, 2, 2, prompt=True))
     assert seen == [1, 1, 3, 3, 1, 1]
+    seen.clear()
+    uniform = StepShape.uniform(2, 1)
+    assert len(list(run.run([uniform, uniform], [do_nothing] * 2))) == 2
+    assert seen == [3, 1, 1]
     assert torch.get_num_threads() == 3
 
 

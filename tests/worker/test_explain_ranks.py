@@ -63,7 +63,7 @@ def test_costs_count_the_exchanges_of_a_step(
     step = costs.step(3, 2, 0)
     with engine.mode, dry(CARD):
         program = engine.program(engine.limits, engine.build)
-        forwarded = program.forward(StepShape.uniform(3, 3))
+        (forwarded,) = program.forward(StepShape.uniform(3, 3))
         # The head's two exchanges are the sampler's.
         assert len(group.sent) == step.verify.exchanged.count - 2
         program.decide(forwarded)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.check.engines import CheckEngine
 from lockstep.scheduling.schedule import RowSpec
-from lockstep.step import StepContext, StepShape
+from lockstep.step import ForwardContext, StepShape
 from lockstep.worker.executor import worker_of
 from lockstep.worker.step_observer import StepObserver
 
@@ -31,37 +31,44 @@ class Trace(StepObserver):
     def __init__(self, selects: Callable[[RowSpec], bool]) -> None:
         self.selects = selects
         self.digests: Digests = {}
-        self._requests: Sequence[RowSpec] = ()
-        self._step: StepContext | None = None
+        self._requests: list[Sequence[RowSpec]] = []  # rows of each step of the next model call
+        self._ctx: ForwardContext | None = None
         self._positions: list[tuple[int, int]] = []
 
     def before_step(self, rows: Sequence[RowSpec], shape: StepShape) -> None:
-        """Record the rows of the next model call."""
-        self._requests = rows
+        """Record the rows of a step of the next model call."""
+        self._requests.append(rows)
 
-    def begin(self, step: StepContext) -> None:
+    def begin(self, ctx: ForwardContext) -> None:
         """Find the selected request's tokens at the start of a model call."""
-        rows = [row for row, request in enumerate(self._requests) if self.selects(request)]
-        self._step = step
+        self._ctx = ctx
         self._positions = []
-        if rows:
-            # This waits for the device, so only traced runs do it.
-            first, last = step.cu_seqlens[rows[0] : rows[0] + 2].tolist()
-            positions = step.positions[first:last].tolist()
-            self._positions = list(zip(range(first, last), positions, strict=True))
-            for position in positions:
-                self.digests[position] = {}
+        begin = 0  # tokens of the steps before
+        # A step that raised before its model call has left its rows, and a probe has none.
+        latest = self._requests[-len(ctx.steps) :]
+        for step, requests in zip(ctx.steps, latest, strict=False):
+            rows = [row for row, request in enumerate(requests) if self.selects(request)]
+            if rows:
+                # This waits for the device, so only traced runs do it.
+                first, last = step.cu_seqlens[rows[0] : rows[0] + 2].tolist()
+                positions = step.positions[first:last].tolist()
+                indices = range(begin + first, begin + last)
+                self._positions += zip(indices, positions, strict=True)
+                for position in positions:
+                    self.digests[position] = {}
+            begin += step.shape.tokens
+        self._requests = []
 
     def end(self) -> None:
         """End the model call; later calls of shared modules by a drafter are ignored."""
-        self._step = None
+        self._ctx = None
 
     def record(self, name: str, output: object) -> None:
         """Digest the [T, ...] tensors of a module's output; other outputs are ignored."""
-        if self._step is None:
+        if self._ctx is None:
             return
         parts = output if isinstance(output, tuple) else (output,)
-        num_tokens = self._step.token_ids.shape[0]
+        num_tokens = self._ctx.token_ids.shape[0]
         tensors = [
             part
             for part in parts

@@ -19,11 +19,11 @@ def line_tensors(worker: Worker) -> list[Tensor]:
     """Return the tensors of a worker's row table with one line per row that belongs to its request.
 
     They come from a walk over the table, not from its own list. Pages and state slot are left out,
-    since a row that returns has new ones, and so are the inputs of a step.
+    since a row that returns has new ones, and so are the inputs of steps.
     """
     table = worker.table
     excluded = {t.untyped_storage().data_ptr() for t in (table.page_table, table.state_slots)}
-    excluded.add(table.inputs.storage.untyped_storage().data_ptr())
+    excluded |= {i.storage.untyped_storage().data_ptr() for i in table.pass_inputs}
     num_rows = table.page_table.shape[0]
     return [
         tensor
