@@ -13,7 +13,8 @@ and ranks_ms has the shortest and the longest mean. --kernels adds the launches 
 kernel. --halves adds the ms of the second half of a step alone, which samples, accepts and drafts.
 
 A prompt of more than PROMPT_STEP tokens is computed in several steps; the sum of their times is
-printed. --prompt-rows computes that many prompts in each step.
+printed. --prompt-rows computes that many prompts in each step. Prompt steps are padded and run as
+graphs where a server's would; --no-prompt-graphs runs them without.
 """
 
 import argparse
@@ -39,7 +40,7 @@ from lockstep.worker.executor import executor_of
 from lockstep.worker.rank_times import gather_times
 from lockstep.worker.rows import write_pages_and_slot
 from lockstep.worker.step_timer import StepTimer
-from lockstep.worker.worker import Worker
+from lockstep.worker.worker import Worker, prompt_step
 
 NAME = 80
 """Characters of a kernel's name in the output."""
@@ -82,6 +83,9 @@ def main() -> None:
     parser.add_argument(
         "--prompt-rows", type=parse_counts, default=(1,), help="prompts in one step"
     )
+    parser.add_argument(
+        "--no-prompt-graphs", action="store_true", help="run prompt steps without graphs"
+    )
     parser.add_argument("--kernels", action="store_true", help="add launches and us of each kernel")
     add_ranks_option(parser)
     args = parser.parse_args()
@@ -98,6 +102,7 @@ def main() -> None:
         max_model_len=length,
         max_num_seqs=rows[-1],
         row_buckets=rows,
+        prompt_buckets=() if args.no_prompt_graphs else None,
         max_num_batched_tokens=max(2048, min(prompt_tokens, PROMPT_STEP)),
         num_gpu_blocks=rows[-1] * pages + 2,
         num_snapshots=0,
@@ -148,7 +153,7 @@ def measure_prompt(
     if args.kernels:
         computed, step_tokens = prompt_steps(tokens, count)[0]
         set_prompts(worker, computed, step_tokens, count, pages)
-        line["kernels"] = kernels(worker, prompt_shape(step_tokens, count), 1)
+        line["kernels"] = kernels(worker, prompt_shape(worker, step_tokens, count), 1)
     return line
 
 
@@ -223,9 +228,9 @@ def kernels(
     return sorted(kernels_by_time, key=lambda kernel: -kernel[2])
 
 
-def prompt_shape(tokens: int, count: int) -> StepShape:
+def prompt_shape(worker: Worker, tokens: int, count: int) -> StepShape:
     """Return the shape of a step that computes `tokens` tokens of each of `count` prompts."""
-    return StepShape(count, tokens * count, tokens, prompt=True)
+    return prompt_step(worker.plan, [tokens] * count, worker.prompt_buckets)
 
 
 def prompt_steps(tokens: int, count: int) -> list[tuple[int, int]]:
@@ -248,7 +253,7 @@ def prompt_ms(worker: Worker, tokens: int, count: int, pages: int) -> float:
         total = 0.0
         for computed, step_tokens in prompt_steps(tokens, count):
             set_prompts(worker, computed, step_tokens, count, pages)
-            total += timed(worker, prompt_shape(step_tokens, count), 0, 1)
+            total += timed(worker, prompt_shape(worker, step_tokens, count), 0, 1)
         times.append(round(total, 3))
     return min(times[1:])
 

@@ -126,6 +126,12 @@ SkippedLayer = Annotated[
 SkipLayers = Annotated[tuple[SkippedLayer, ...], Field(max_length=1024), LIST_TO_TUPLE]
 Rows = Annotated[int, Field(ge=1, le=MAX_ROWS)]
 RowBuckets = Annotated[tuple[Rows, ...], Field(min_length=1, max_length=MAX_ROWS), LIST_TO_TUPLE]
+MAX_PROMPT_BUCKETS = 64
+MAX_PROMPT_BUCKET = 1 << 14
+PromptBucket = Annotated[int, Field(ge=1, le=MAX_PROMPT_BUCKET)]
+PromptBuckets = Annotated[
+    tuple[PromptBucket, ...], Field(max_length=MAX_PROMPT_BUCKETS), LIST_TO_TUPLE
+]
 
 
 @dataclass(frozen=True)
@@ -294,6 +300,14 @@ class EngineConfig(Settings):
         allowed=f"a list of at most {MAX_ROWS} whole numbers from 1 to {MAX_ROWS}",
         remedy="Correct the list, or leave it out.",
     )
+    prompt_buckets: PromptBuckets | None = setting(
+        None,
+        "token counts that steps of up to 3 prompts are padded to, one CUDA graph each; default: "
+        "chosen for the device",
+        allowed=f"a list of at most {MAX_PROMPT_BUCKETS} whole numbers from 1 to "
+        f"{MAX_PROMPT_BUCKET}, or an empty one for no padding",
+        remedy="Correct the list, or leave it out.",
+    )
     steps_in_flight: Annotated[int, Field(ge=1, le=2)] | None = setting(
         None, "steps launched before the first result is read; default: 2 on a GPU, 1 on a CPU"
     )
@@ -379,7 +393,8 @@ class StepLimits:
     max_num_batched_tokens: maximum prompt tokens per step.
     query_len: K + 1, maximum tokens of a row in a decode step.
     page_size: tokens per page.
-    row_buckets: row counts that steps are padded to, ascending.
+    row_buckets: row counts that decode steps are padded to, ascending.
+    prompt_buckets: token counts that steps of few prompts are padded to, ascending.
     draft_lengths: draft lengths of a step, ascending; one graph each per row bucket.
     graph_mode: as in EngineConfig; none on a CPU.
     steps_in_flight: steps launched before the first result is read.
@@ -398,6 +413,7 @@ class StepLimits:
     query_len: int
     page_size: int
     row_buckets: tuple[int, ...]
+    prompt_buckets: tuple[int, ...] = ()
     draft_lengths: tuple[int, ...] = (0,)
     graph_mode: str
     steps_in_flight: int

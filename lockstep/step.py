@@ -40,7 +40,8 @@ class StepShape:
     prompt: a ragged step of prompt chunks; other steps are uniform: tokens == rows * query_len.
     next_drafts: drafts per row that the step proposes for the next one. forced: a uniform step of
     forced tokens, whose query_len may exceed that of decode steps; StepContext.committed says how
-    many tokens of a row it computes, the others are padding.
+    many tokens of a row it computes, the others are padding. padded: a prompt step whose last row
+    is the null row; the tokens past its prompts belong to that row, and no layer uses them.
     """
 
     rows: int
@@ -49,6 +50,7 @@ class StepShape:
     prompt: bool = False
     next_drafts: int = 0
     forced: bool = False
+    padded: bool = False
 
     @property
     def is_decode(self) -> bool:
@@ -57,10 +59,10 @@ class StepShape:
 
     @property
     def is_captured(self) -> bool:
-        """Return whether the step runs as a graph, where graphs are used: a prompt has any shape,
-        and so do windows of forced tokens of several rows.
+        """Return whether the step runs as a graph, where graphs are used: prompts that are not
+        padded have any shape, and so do windows of forced tokens of several rows.
         """
-        return self.is_decode or (self.forced and self.rows == 1)
+        return self.is_decode or self.padded or (self.forced and self.rows == 1)
 
     @classmethod
     def uniform(cls, rows: int, query_len: int) -> "StepShape":

@@ -91,6 +91,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("row_buckets", (1, 0), "whole numbers from 1 to 1024"),
     ("row_buckets", (1, "2"), "whole numbers from 1 to 1024"),
     ("row_buckets", 4, "whole numbers from 1 to 1024"),
+    ("prompt_buckets", (64, 0), "whole numbers from 1 to 16384"),
     ("speculative_config", "mtp", '{"method": "mtp", "num_speculative_tokens": 3}'),
     ("speculative_config", 3, '{"method": "mtp", "num_speculative_tokens": 3}'),
 ]

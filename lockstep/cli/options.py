@@ -4,6 +4,7 @@ import inspect
 import json
 from collections.abc import Callable
 from dataclasses import Field, fields
+from functools import partial
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -20,6 +21,8 @@ from lockstep.settings import Settings, allowed_by
 from lockstep.spec.config import AUTO, AUTO_DRAFTS, EXAMPLE
 from lockstep.text.settings import TextSettings
 
+BUCKETS = ("row_buckets", "prompt_buckets")
+"""Settings that list numbers, separated by commas on the command line."""
 SAMPLING_HELP = {
     "temperature": "0 is greedy",
     "top_p": "keep the likeliest tokens up to this share",
@@ -134,7 +137,7 @@ def _option_type(field: Field[Any], hint: Any) -> tuple[Any, Any]:
         return (str | None, None) if field.default is None else (str, f"{field.default:g}")
     if field.name == "speculative_config":
         return str, AUTO
-    if field.name == "row_buckets":
+    if field.name in BUCKETS:
         return str | None, None
     if field.name == "kv_cache_dtype_skip_layers":
         return str, ""
@@ -241,16 +244,16 @@ def changed_settings(settings: dict[str, Any], except_for: tuple[str, ...]) -> l
     ]
 
 
-def read_row_buckets(value: str | None) -> tuple[int, ...] | None:
-    """Parse --row-buckets such as 1,2,4. Raises ConfigError."""
+def read_buckets(name: str, value: str | None) -> tuple[int, ...] | None:
+    """Parse --row-buckets or --prompt-buckets such as 1,2,4. Raises ConfigError."""
     if value is None:
         return None
     try:
-        return tuple(int(part) for part in value.split(","))
+        return tuple(int(part) for part in value.split(",")) if value else ()
     except ValueError:
         allowed = "whole numbers separated by commas, e.g. 1,2,4,8"
         raise choice_error(
-            ConfigError, "row_buckets", value, allowed, "Separate numbers by commas."
+            ConfigError, name, value, allowed, "Separate numbers by commas."
         ) from None
 
 
@@ -281,7 +284,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "kernels": read_kernels,
     "kv_cache_dtype_skip_layers": read_skip_layers,
     "lora_modules": adapter_paths,
-    "row_buckets": read_row_buckets,
+    **{name: partial(read_buckets, name) for name in BUCKETS},
     "speculative_config": read_speculative_config,
 }
 """Parser by name of a setting whose option is a string or a list of strings."""

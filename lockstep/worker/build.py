@@ -45,6 +45,12 @@ from lockstep.worker.synthetic_sampler import SyntheticSampler
 
 GPU_ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Row counts that a GPU's steps are padded to: one graph for each, per number of drafts."""
+GPU_PROMPT_BUCKETS = (64, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2048)
+"""Token counts that a GPU's steps of few prompts are padded to: one graph for each.
+
+Launching a prompt step takes the host 58 to 96 ms whatever its tokens are, of which the device
+needs 20 for 64 tokens of Qwen3.6-27B (H200, 2026-11-30). Longer prompts bind the device.
+"""
 CPU_ROWS = 16
 """Default max_num_seqs of a CPU: more rows make no step faster."""
 TOKENS = 2048
@@ -107,6 +113,16 @@ def pick_row_buckets(config: EngineConfig, device: str, rows: int) -> tuple[int,
     return tuple(sorted({bucket for bucket in buckets if bucket < rows} | {rows}))
 
 
+def pick_prompt_buckets(config: EngineConfig, graph_mode: str, tokens: int) -> tuple[int, ...]:
+    """Return the token counts that steps of few prompts are padded to, ascending, at most `tokens`.
+
+    Without whole graphs padding has no use, so only the user's own list pads there.
+    """
+    usual = GPU_PROMPT_BUCKETS if graph_mode == "full" else ()
+    buckets = usual if config.prompt_buckets is None else config.prompt_buckets
+    return tuple(sorted({bucket for bucket in buckets if bucket <= tokens}))
+
+
 def sized(limits: StepLimits, config: EngineConfig, rows: int, tokens: int) -> StepLimits:
     """Return the limits with these numbers of rows and of prompt tokens of a step."""
     return replace(
@@ -114,6 +130,7 @@ def sized(limits: StepLimits, config: EngineConfig, rows: int, tokens: int) -> S
         max_num_seqs=rows,
         max_num_batched_tokens=tokens,
         row_buckets=pick_row_buckets(config, limits.device, rows),
+        prompt_buckets=pick_prompt_buckets(config, limits.graph_mode, tokens),
     )
 
 
@@ -133,6 +150,9 @@ def step_limits(
     drafting = config.speculative_config
     cuda = device == "cuda"
     rows = config.max_num_seqs or (GPU_ROWS if cuda else CPU_ROWS)
+    tokens = config.max_num_batched_tokens or TOKENS
+    # A wait for the device cannot be captured.
+    graph_mode = config.cuda_graph_mode if cuda and not config.sync_kernels else "none"
     adapters = {adapter.name: adapter.digest for adapter in read_adapters(config.lora_modules)}
     return StepLimits(
         model_path=checkpoint.folder,
@@ -140,14 +160,14 @@ def step_limits(
         dtype=str(dtype).removeprefix("torch."),
         max_model_len=pick_length(config, checkpoint.raw),
         max_num_seqs=rows,
-        max_num_batched_tokens=config.max_num_batched_tokens or TOKENS,
+        max_num_batched_tokens=tokens,
         query_len=config.max_drafts + 1,
         page_size=PAGE_SIZE,
         row_buckets=pick_row_buckets(config, device, rows),
+        prompt_buckets=pick_prompt_buckets(config, graph_mode, tokens),
         draft_lengths=drafting.draft_lengths if drafting else (0,),
         has_predictions=drafting is not None and drafting.method == prediction.METHOD,
-        # A wait for the device cannot be captured.
-        graph_mode=config.cuda_graph_mode if cuda and not config.sync_kernels else "none",
+        graph_mode=graph_mode,
         steps_in_flight=config.steps_in_flight or (GPU_STEPS_IN_FLIGHT if cuda else 1),
         numerics=(
             assumed_numerics or numerics(device, dtype, weight_format, *_kept_as(config, dtype))

@@ -36,6 +36,7 @@ from lockstep.worker.memory_estimate import DryEngine
 from lockstep.worker.worker import (
     forced_shape,
     largest_forced_step,
+    padded_prompt_step,
     shortest_prompt_step,
     uniform_shapes,
 )
@@ -131,6 +132,7 @@ def step_shapes(limits: StepLimits) -> list[StepShape]:
     """
     forced = [forced_shape(limits, 1, window) for window in FORCED_WINDOWS]
     prompts = [largest_prompt_step(limits)[1], largest_forced_step(limits)]
+    prompts += [padded_prompt_step(limits, tokens) for tokens in limits.prompt_buckets[:1]]
     return [*forced, *uniform_shapes(limits), *prompts, shortest_prompt_step(limits)]
 
 

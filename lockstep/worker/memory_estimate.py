@@ -41,7 +41,7 @@ from lockstep.worker.hooks import NO_HOOKS
 from lockstep.worker.memory_planner import Planner, UserSizes
 from lockstep.worker.program import Program
 from lockstep.worker.roofline import StepCosts
-from lockstep.worker.worker import forced_shape, largest_forced_step
+from lockstep.worker.worker import forced_shape, largest_forced_step, padded_prompt_step
 
 FAKE_GPU = "cuda:0"
 """Device of fake tensors. Without its index, torch without CUDA would look for the current GPU."""
@@ -137,25 +137,33 @@ class DryEngine:
             uniform, kept = step_bytes(program, StepShape.uniform(rows, limits.query_len))
             forced, _ = step_bytes(program, forced_shape(limits, 1, FORCED_WINDOWS[-1]))
             largest_forced, _ = step_bytes(program, largest_forced_step(limits))
+            padded = padded_kept = 0
+            if limits.prompt_buckets:
+                shape = padded_prompt_step(limits, limits.prompt_buckets[-1])
+                padded, padded_kept = step_bytes(program, shape)
         eager = max(prompt, largest_forced)
         if limits.graph_mode == "none":
             return {"table": table, "step": max(eager, uniform)}
-        graphs = graph_bytes(limits, max(uniform, forced), kept)
+        working = max(max(uniform, forced) - kept, padded - padded_kept)
+        graphs = graph_bytes(limits, working, kept, padded_kept)
         return {"table": table, "step": eager, "graphs": graphs}
 
 
-def graph_bytes(limits: StepLimits, uniform: int, kept: int) -> int:
+def graph_bytes(limits: StepLimits, working: int, kept: int, padded_kept: int) -> int:
     """Return the bytes of all graphs: the largest graph's, which the others share, and results.
 
-    uniform: bytes of the largest captured step at its peak; kept: bytes of the results of the
-    largest decode step.
+    working: bytes of the largest captured step at its peak, without its results. kept, padded_kept:
+    bytes of the results of the largest decode step, and of the largest padded prompt step.
     """
     widths = sum(drafts + 1 for drafts in limits.draft_lengths)
     largest = limits.max_num_seqs * limits.query_len
     tokens = sum(limits.row_buckets) * widths + sum(FORCED_WINDOWS)
     results = kept * tokens // largest
     shapes = len(limits.row_buckets) * len(limits.draft_lengths) + len(FORCED_WINDOWS)
-    return uniform - kept + results + shapes * GRAPH_BYTES
+    if limits.prompt_buckets:
+        results += padded_kept * sum(limits.prompt_buckets) // limits.prompt_buckets[-1]
+        shapes += len(limits.prompt_buckets)
+    return working + results + shapes * GRAPH_BYTES
 
 
 KEPT_BLOCKS = 2

@@ -43,7 +43,14 @@ from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.memory_estimate import DryEngine, graph_bytes, planner_of, weight_bytes
 from lockstep.worker.memory_planner import MemoryPlan, Planner, shortage
 from lockstep.worker.program import Program
-from lockstep.worker.worker import Worker, forced_shape, largest_forced_step, uniform_shapes
+from lockstep.worker.worker import (
+    Worker,
+    forced_shape,
+    largest_forced_step,
+    padded_prompt_step,
+    smallest,
+    uniform_shapes,
+)
 
 
 @dataclass(frozen=True)
@@ -353,8 +360,15 @@ class Fitting:
         prompt_peak, _ = peak_bytes(program, prompt)
         uniform_peak, kept = peak_bytes(program, uniform)
         forced_peak, _ = peak_bytes(program, forced[-1])
+        padded_peak = padded_kept = 0
+        if limits.prompt_buckets:
+            program.table.inputs.fill(query_lens=[limits.prompt_buckets[-1]])
+            padded = padded_prompt_step(limits, limits.prompt_buckets[-1])
+            padded_peak, padded_kept = peak_bytes(program, padded)
+            program.table.inputs.fill(query_lens=lengths)
         eager_peak = max(prompt_peak, peak_bytes(program, largest_forced_step(limits))[0])
         graphs = limits.graph_mode != "none"
+        working = max(max(uniform_peak, forced_peak) - kept, padded_peak - padded_kept)
         free, total = torch.cuda.mem_get_info()
         share = 1.0 if self.config.kv_cache_memory_bytes else self.config.gpu_memory_utilization
         staging = memory.staging_bytes(self.config)
@@ -363,7 +377,7 @@ class Fitting:
             "overhead": total - free - self.weights,  # the row table, CUDA, other programs
             "staging": staging,
             "step": eager_peak if graphs else max(eager_peak, uniform_peak),
-            "graphs": graph_bytes(limits, max(uniform_peak, forced_peak), kept) if graphs else 0,
+            "graphs": graph_bytes(limits, working, kept, padded_kept) if graphs else 0,
         }
         budget = int(total * share) - sum(parts.values())
         bound = self.config.kv_cache_memory_bytes
@@ -381,13 +395,6 @@ class Fitting:
         return replace(
             plan, parts=parts, available=available, short=missing, user_settings=settings
         )
-
-
-def smallest(group: RankGroup, number: int) -> int:
-    """Return the minimum of a number over the ranks of a group, on GPUs."""
-    if group.size == 1:
-        return number
-    return int(group.all_gather(torch.tensor([number], device="cuda")).min())
 
 
 def peak_bytes(program: Program, *shapes: StepShape) -> tuple[int, int]:

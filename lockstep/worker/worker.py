@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isnan
+from time import perf_counter
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,8 @@ from lockstep.worker.transfers import CopyStream, Transfers
 
 PROMPT_LOGPROB_TILE = 64
 """Positions per logits tile for a prompt's log-probabilities: bounds the memory of [tile, V]."""
+PADDED_PROMPTS = 3
+"""Maximum prompts of a padded step. Kernels launch CTAs for as many prompts of the whole step."""
 
 
 def uniform_shapes(limits: StepLimits) -> list[StepShape]:
@@ -66,9 +69,23 @@ def shortest_prompt_step(limits: StepLimits) -> StepShape:
     return StepShape(1, size, size, prompt=True, next_drafts=limits.query_len - 1)
 
 
-def prompt_shape(limits: StepLimits, lengths: Sequence[int]) -> StepShape:
-    """Return the shape of a step of prompt chunks of these lengths."""
-    sizes = (len(lengths), sum(lengths), max(lengths))
+def padded_prompt_step(limits: StepLimits, tokens: int) -> StepShape:
+    """Return the shape of a step of few prompts, and a null row, that is padded to `tokens`."""
+    rows = min(PADDED_PROMPTS, limits.max_num_seqs) + 1
+    drafts = limits.query_len - 1
+    return StepShape(rows, tokens, tokens, prompt=True, next_drafts=drafts, padded=True)
+
+
+def prompt_step(limits: StepLimits, lengths: Sequence[int], buckets: Sequence[int]) -> StepShape:
+    """Return the shape of a step of prompt chunks of these lengths.
+
+    buckets: token counts of padded steps, ascending; the first one that fits is used.
+    """
+    tokens = sum(lengths)
+    bucket = next((bucket for bucket in buckets if bucket >= tokens), None)
+    if bucket is not None and len(lengths) <= PADDED_PROMPTS:
+        return padded_prompt_step(limits, bucket)
+    sizes = (len(lengths), tokens, max(lengths))
     return StepShape(*sizes, prompt=True, next_drafts=limits.query_len - 1)
 
 
@@ -147,9 +164,10 @@ class Worker:
     specs: row -> request data of its latest admission. saved: request id -> preempted row in host
     memory. observers: called around every step of a schedule. num_logit_observers: number of the
     first rank's observers that read logits, equal on every rank: all ranks gather whole logits for
-    them. run_step: runs a step; uncaptured: the same without graphs. joins: says whether a decode
-    step and a prompt step of these shapes share a forward pass. group: of the tensor-parallel
-    ranks. shard: share of the logits that this rank computes.
+    them. run_step: runs a step; uncaptured: the same without graphs. prompt_buckets: token counts
+    that steps of few prompts are padded to. joins: says whether a decode step and a prompt step of
+    these shapes share a forward pass. group: of the tensor-parallel ranks. shard: share of the
+    logits that this rank computes.
     """
 
     def __init__(
@@ -177,6 +195,7 @@ class Worker:
         if plan.device == "cpu":
             self.uncaptured = with_step_threads(self.uncaptured, model)
         self.run_step = self.uncaptured
+        self.prompt_buckets = plan.prompt_buckets
         self.joins = join_rule(plan, model)
         memory.allocate(self.layers, plan.num_pages, plan.num_slots, plan.device)
         self.paged = memory.tensors(self.layers, StorageKind.PAGED)
@@ -187,6 +206,7 @@ class Worker:
     def warm_up(self, progress: Callable[[int, int], None]) -> dict[tuple[int, int], float]:
         """Run uniform shapes on null rows, and capture them where the plan wants graphs.
 
+        Graphs of whole steps are also captured of padded prompt steps, see _capture_prompts().
         Returns (rows, drafts) -> ms. On a CPU only the smallest and the largest rows run.
         """
         shapes = self._warm_up_shapes()
@@ -212,7 +232,36 @@ class Worker:
             timer.wait()
             step_ms[shape.rows, shape.next_drafts] = timer.ms
             progress(index + 1, len(shapes))
+        if self.plan.graph_mode == "full" and self.prompt_buckets:
+            self.prompt_buckets = self._capture_prompts()
         return step_ms
+
+    def _capture_prompts(self) -> tuple[int, ...]:
+        """Capture padded prompt steps while the host needs longer to launch one than the device to
+        run it -> their token counts.
+
+        Longer steps run without a graph, which pads nothing: there the launches cost no time.
+        """
+        shapes = [padded_prompt_step(self.plan, tokens) for tokens in self.prompt_buckets]
+        host_ms = 0.0
+        for _ in range(2):  # the first run compiles
+            self.table.inputs.fill(query_lens=[shapes[0].tokens])
+            began = perf_counter()
+            self.uncaptured(shapes[0])
+            host_ms = 1000 * (perf_counter() - began)
+        captured = []
+        for shape in shapes:
+            self.table.inputs.fill(query_lens=[shape.tokens])
+            self.run_step(shape)  # captures; the next run is timed
+            timer = StepTimer(self.plan.device)
+            self.run_step(shape)
+            timer.end()
+            timer.wait()
+            # All ranks run the same steps, so they capture the same ones.
+            if not smallest(self.group, int(timer.ms < host_ms)):
+                break
+            captured.append(shape.tokens)
+        return tuple(captured)
 
     @torch.inference_mode()
     def probe(self) -> None:
@@ -266,7 +315,8 @@ class Worker:
             shape = forced_shape(self.plan, len(schedule.forced), schedule.forced_len)
             forced.append(self._planned(shape, schedule.forced))
         if schedule.prompt:
-            shape = prompt_shape(self.plan, [chunk.length for chunk in schedule.prompt])
+            lengths = [chunk.length for chunk in schedule.prompt]
+            shape = prompt_step(self.plan, lengths, self.prompt_buckets)
             row_ids = [chunk.row for chunk in schedule.prompt]
             prompt.append(self._planned(shape, row_ids, schedule.prompt))
         if decode and prompt and self.joins(decode[0].shape, prompt[0].shape):
@@ -432,3 +482,10 @@ def _read_row(row: LaunchedRow, numbers: list[int]) -> RowResult:
         valid = [token for token in tokens if token >= 0]
         scores = logprobs(row.logits[: len(valid)], valid, row.spec.params.logprobs or 0)
     return RowResult(tokens, drafted, accepted, scores, mismatch=mismatch)
+
+
+def smallest(group: RankGroup, number: int) -> int:
+    """Return the minimum of a number over the ranks of a group, on GPUs."""
+    if group.size == 1:
+        return number
+    return int(group.all_gather(torch.tensor([number], device="cuda")).min())

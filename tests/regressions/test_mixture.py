@@ -30,7 +30,7 @@ SERVING_SETTINGS: dict[str, dict[str, Any]] = {
     "ngram": {"speculative_config": NGRAM},
     "mtp": {"speculative_config": MTP},
     "chunks of a page": {"max_num_batched_tokens": 64},
-    "padded": {"row_buckets": (8,), "speculative_config": MTP},
+    "padded": {"row_buckets": (8,), "prompt_buckets": (48, 384), "speculative_config": MTP},
 }
 
 

@@ -165,6 +165,8 @@ def test_graphs_share_memory_except_results(folder: Path) -> None:
     shapes = len(limits.row_buckets) * len(limits.draft_lengths) + len(FORCED_WINDOWS)
     tokens = sum(limits.row_buckets) * sum(k + 1 for k in limits.draft_lengths)
     tokens += sum(FORCED_WINDOWS)
-    peak, kept = 10_000, 1600
-    expected = peak - kept + kept * tokens // 16
-    assert graph_bytes(limits, peak, kept) - shapes * (2 << 20) == expected
+    shapes += len(limits.prompt_buckets)
+    assert limits.prompt_buckets == (64,)
+    working, kept, padded_kept = 10_000, 1600, 300
+    expected = working + kept * tokens // 16 + padded_kept
+    assert graph_bytes(limits, working, kept, padded_kept) - shapes * (2 << 20) == expected

@@ -24,6 +24,8 @@ VERSION = 6
 """Version of the file format; it changes with the fields of the classes below."""
 MAX_MODEL_LEN = 640
 """max_model_len of the engines that run scenarios."""
+PROMPT_BUCKETS = (64, 128, 256, 384)
+"""Token counts that prompt steps are padded to, where they are."""
 MAX_PAGES = 64
 MAX_SNAPSHOTS = 16
 MAX_HOST_PAGES = 16
@@ -80,6 +82,8 @@ class Kind:
             "max_model_len": MAX_MODEL_LEN,
             "max_num_seqs": self.buckets[-1],
             "row_buckets": self.buckets,
+            # Where decode steps have padded rows, prompt steps have padding too.
+            "prompt_buckets": None if self.buckets[0] == 1 else PROMPT_BUCKETS,
             "steps_in_flight": self.in_flight,
             "cuda_graph_mode": self.graph,
             "num_gpu_blocks": MAX_PAGES + 1,
