@@ -39,8 +39,9 @@ from lockstep.step import PAGE_SIZE, StepShape
 from lockstep.worker.executor import executor_of
 from lockstep.worker.rank_times import gather_times
 from lockstep.worker.rows import write_pages_and_slot
+from lockstep.worker.step_shapes import prompt_step
 from lockstep.worker.step_timer import StepTimer
-from lockstep.worker.worker import Worker, prompt_step
+from lockstep.worker.worker import Worker
 
 NAME = 80
 """Characters of a kernel's name in the output."""

@@ -33,7 +33,7 @@ from lockstep.step import StepShape
 from lockstep.worker.build import largest_prompt_step
 from lockstep.worker.dry_run import dry
 from lockstep.worker.memory_estimate import DryEngine
-from lockstep.worker.worker import (
+from lockstep.worker.step_shapes import (
     forced_shape,
     largest_forced_step,
     padded_prompt_step,
@@ -124,8 +124,8 @@ def recording(card: Architecture) -> Iterator[dict[Any, Compilation]]:
         yield compilations
 
 
-def step_shapes(limits: StepLimits) -> list[StepShape]:
-    """Return the shapes of steps that launch every kernel of an engine with these limits.
+def pass_shapes(limits: StepLimits) -> list[tuple[StepShape, ...]]:
+    """Return the shapes of forward passes that launch every kernel of an engine with these limits.
 
     The order is that of a start, which compiles a kernel that is not in the cache when it launches
     it. KernelCompiler compiles the last kernels first, so that both seldom compile the same one.
@@ -133,15 +133,17 @@ def step_shapes(limits: StepLimits) -> list[StepShape]:
     forced = [forced_shape(limits, 1, window) for window in FORCED_WINDOWS]
     prompts = [largest_prompt_step(limits)[1], largest_forced_step(limits)]
     prompts += [padded_prompt_step(limits, tokens) for tokens in limits.prompt_buckets[:1]]
-    return [*forced, *uniform_shapes(limits), *prompts, shortest_prompt_step(limits)]
+    uniform = uniform_shapes(limits)
+    shapes = [*forced, *uniform, *prompts, shortest_prompt_step(limits)]
+    return [(shape,) for shape in shapes] + [(uniform[0], prompts[0])]
 
 
 def record_kernels(dry_engine: DryEngine, limits: StepLimits) -> list[Compilation]:
     """Return the specializations of kernels that an engine with these limits launches."""
     with dry_engine.mode, recording(dry_engine.card) as compilations:
         program = dry_engine.program(limits, dry_engine.build)
-        for shape in step_shapes(limits):
-            program.run(shape)
+        for shapes in pass_shapes(limits):
+            program.run(*shapes)
     return list(compilations.values())
 
 

@@ -38,10 +38,11 @@ from lockstep.worker.build import (
 )
 from lockstep.worker.dry_run import allocated, dry, step_bytes
 from lockstep.worker.hooks import NO_HOOKS
+from lockstep.worker.joint_steps import LARGEST_GRAPHS, MAX_GRAPHS
 from lockstep.worker.memory_planner import Planner, UserSizes
 from lockstep.worker.program import Program
 from lockstep.worker.roofline import StepCosts
-from lockstep.worker.worker import forced_shape, largest_forced_step, padded_prompt_step
+from lockstep.worker.step_shapes import forced_shape, largest_forced_step, padded_prompt_step
 
 FAKE_GPU = "cuda:0"
 """Device of fake tensors. Without its index, torch without CUDA would look for the current GPU."""
@@ -126,34 +127,36 @@ class DryEngine:
         return build_program(self.config, placed, build, self.model, self.draft, NO_HOOKS)
 
     def _working(self, rows: int, tokens: int) -> dict[str, int]:
-        """Return the bytes of the row table, the largest prompt step and the graphs, by name."""
+        """Return the bytes of the row table, the largest step and the graphs, by name."""
         limits = sized(self.limits, self.config, rows, tokens)
         build = copy(self.build)
         build.choices = []  # these are recorded for the final sizes alone
         with self.mode, dry(self.card):
             table = allocated(lambda: self.program(limits, build))
             program = self.program(limits, build)
-            prompt, _ = step_bytes(program, largest_prompt_step(limits)[1])
-            uniform, kept = step_bytes(program, StepShape.uniform(rows, limits.query_len))
+            decode = StepShape.uniform(rows, limits.query_len)
+            uniform, kept = step_bytes(program, decode)
+            joint, _ = step_bytes(program, decode, largest_prompt_step(limits)[1])
             forced, _ = step_bytes(program, forced_shape(limits, 1, FORCED_WINDOWS[-1]))
             largest_forced, _ = step_bytes(program, largest_forced_step(limits))
-            padded = padded_kept = 0
+            padded = joint_kept = kept
             if limits.prompt_buckets:
                 shape = padded_prompt_step(limits, limits.prompt_buckets[-1])
-                padded, padded_kept = step_bytes(program, shape)
-        eager = max(prompt, largest_forced)
+                padded, joint_kept = step_bytes(program, decode, shape)
+        eager = max(joint, largest_forced)
         if limits.graph_mode == "none":
-            return {"table": table, "step": max(eager, uniform)}
-        working = max(max(uniform, forced) - kept, padded - padded_kept)
-        graphs = graph_bytes(limits, working, kept, padded_kept)
+            return {"table": table, "step": eager}
+        working = max(max(uniform, forced) - kept, padded - joint_kept)
+        graphs = graph_bytes(limits, working, kept, joint_kept)
         return {"table": table, "step": eager, "graphs": graphs}
 
 
-def graph_bytes(limits: StepLimits, working: int, kept: int, padded_kept: int) -> int:
+def graph_bytes(limits: StepLimits, working: int, kept: int, joint_kept: int) -> int:
     """Return the bytes of all graphs: the largest graph's, which the others share, and results.
 
-    working: bytes of the largest captured step at its peak, without its results. kept, padded_kept:
-    bytes of the results of the largest decode step, and of the largest padded prompt step.
+    working: bytes of the largest captured pass at its peak, without its results. kept, joint_kept:
+    bytes of the results of the largest decode step, and of that step and the largest padded prompt
+    step.
     """
     widths = sum(drafts + 1 for drafts in limits.draft_lengths)
     largest = limits.max_num_seqs * limits.query_len
@@ -161,8 +164,11 @@ def graph_bytes(limits: StepLimits, working: int, kept: int, padded_kept: int) -
     results = kept * tokens // largest
     shapes = len(limits.row_buckets) * len(limits.draft_lengths) + len(FORCED_WINDOWS)
     if limits.prompt_buckets:
+        padded_kept = joint_kept - kept
         results += padded_kept * sum(limits.prompt_buckets) // limits.prompt_buckets[-1]
         shapes += len(limits.prompt_buckets)
+        results += LARGEST_GRAPHS * joint_kept
+        shapes += 2 * MAX_GRAPHS  # a joint step has a forward graph, and a decide of each step
     return working + results + shapes * GRAPH_BYTES
 
 

@@ -43,14 +43,13 @@ from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.memory_estimate import DryEngine, graph_bytes, planner_of, weight_bytes
 from lockstep.worker.memory_planner import MemoryPlan, Planner, shortage
 from lockstep.worker.program import Program
-from lockstep.worker.worker import (
-    Worker,
+from lockstep.worker.step_shapes import (
     forced_shape,
     largest_forced_step,
     padded_prompt_step,
-    smallest,
     uniform_shapes,
 )
+from lockstep.worker.worker import Worker, smallest
 
 
 @dataclass(frozen=True)
@@ -355,20 +354,19 @@ class Fitting:
             # A kernel takes memory of the GPU when it is loaded, its threads' stacks included.
             program.run(shape)
         lengths, prompt = largest_prompt_step(limits)
-        program.table.inputs.fill(query_lens=lengths)
+        program.table.pass_inputs[1].fill(query_lens=lengths)
         uniform = StepShape.uniform(limits.row_buckets[-1], limits.query_len)
-        prompt_peak, _ = peak_bytes(program, prompt)
+        joint_peak, _ = peak_bytes(program, uniform, prompt)
         uniform_peak, kept = peak_bytes(program, uniform)
         forced_peak, _ = peak_bytes(program, forced[-1])
-        padded_peak = padded_kept = 0
+        padded_peak = joint_kept = kept
         if limits.prompt_buckets:
-            program.table.inputs.fill(query_lens=[limits.prompt_buckets[-1]])
+            program.table.pass_inputs[1].fill(query_lens=[limits.prompt_buckets[-1]])
             padded = padded_prompt_step(limits, limits.prompt_buckets[-1])
-            padded_peak, padded_kept = peak_bytes(program, padded)
-            program.table.inputs.fill(query_lens=lengths)
-        eager_peak = max(prompt_peak, peak_bytes(program, largest_forced_step(limits))[0])
+            padded_peak, joint_kept = peak_bytes(program, uniform, padded)
+        eager_peak = max(joint_peak, peak_bytes(program, largest_forced_step(limits))[0])
         graphs = limits.graph_mode != "none"
-        working = max(max(uniform_peak, forced_peak) - kept, padded_peak - padded_kept)
+        working = max(max(uniform_peak, forced_peak) - kept, padded_peak - joint_kept)
         free, total = torch.cuda.mem_get_info()
         share = 1.0 if self.config.kv_cache_memory_bytes else self.config.gpu_memory_utilization
         staging = memory.staging_bytes(self.config)
@@ -376,8 +374,8 @@ class Fitting:
             "weights": self.weights,
             "overhead": total - free - self.weights,  # the row table, CUDA, other programs
             "staging": staging,
-            "step": eager_peak if graphs else max(eager_peak, uniform_peak),
-            "graphs": graph_bytes(limits, working, kept, padded_kept) if graphs else 0,
+            "step": eager_peak,
+            "graphs": graph_bytes(limits, working, kept, joint_kept) if graphs else 0,
         }
         budget = int(total * share) - sum(parts.values())
         bound = self.config.kv_cache_memory_bytes

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.cache.specs import StorageKind
-from lockstep.config import Plan, StepLimits
+from lockstep.config import Plan
 from lockstep.kernels.exchange import ALONE, RankGroup
 from lockstep.kernels.sampling import LogitShard
 from lockstep.kernels.stream_copies import copy_to_host
@@ -24,69 +24,27 @@ from lockstep.scheduling.schedule import (
     RowSpec,
     Schedule,
 )
-from lockstep.step import PAGE_SIZE, StepShape
+from lockstep.step import StepShape
 from lockstep.worker import memory, rows
 from lockstep.worker.capture import capture_pieces, capture_program
 from lockstep.worker.cpu_threads import with_step_threads
 from lockstep.worker.grammar_masks import GrammarMasks
-from lockstep.worker.joint_steps import join_rule
-from lockstep.worker.program import Outcome, Program, RunStep
+from lockstep.worker.joint_steps import JointSteps
+from lockstep.worker.program import Outcome, Program, RunStep, do_nothing
 from lockstep.worker.sampler import logprobs
 from lockstep.worker.step_observer import StepObserver
+from lockstep.worker.step_shapes import (
+    forced_shape,
+    padded_prompt_step,
+    prompt_step,
+    shortest_prompt_step,
+    uniform_shapes,
+)
 from lockstep.worker.step_timer import StepTimer
 from lockstep.worker.transfers import CopyStream, Transfers
 
 PROMPT_LOGPROB_TILE = 64
 """Positions per logits tile for a prompt's log-probabilities: bounds the memory of [tile, V]."""
-PADDED_PROMPTS = 3
-"""Maximum prompts of a padded step. Kernels launch CTAs for as many prompts of the whole step."""
-
-
-def uniform_shapes(limits: StepLimits) -> list[StepShape]:
-    """Return the shapes of steps without prompt tokens, largest first: one graph each."""
-    return [
-        StepShape.uniform(rows, drafts + 1)
-        for rows in reversed(limits.row_buckets)
-        for drafts in reversed(limits.draft_lengths)
-    ]
-
-
-def forced_shape(limits: StepLimits, rows: int, window: int) -> StepShape:
-    """Return the shape of a step in which rows bring up to `window` forced tokens each."""
-    shape = StepShape.uniform(rows, window)
-    return replace(shape, next_drafts=limits.query_len - 1, forced=True)
-
-
-def largest_forced_step(limits: StepLimits) -> StepShape:
-    """Return the shape of the largest step of forced tokens."""
-    window = FORCED_WINDOWS[-1]
-    return forced_shape(limits, min(limits.max_decided // window, limits.max_num_seqs), window)
-
-
-def shortest_prompt_step(limits: StepLimits) -> StepShape:
-    """Return the shape of a step with one prompt of a page."""
-    size = min(PAGE_SIZE, limits.max_model_len)
-    return StepShape(1, size, size, prompt=True, next_drafts=limits.query_len - 1)
-
-
-def padded_prompt_step(limits: StepLimits, tokens: int) -> StepShape:
-    """Return the shape of a step of few prompts, and a null row, that is padded to `tokens`."""
-    rows = min(PADDED_PROMPTS, limits.max_num_seqs) + 1
-    drafts = limits.query_len - 1
-    return StepShape(rows, tokens, tokens, prompt=True, next_drafts=drafts, padded=True)
-
-
-def prompt_step(limits: StepLimits, lengths: Sequence[int], buckets: Sequence[int]) -> StepShape:
-    """Return the shape of a step of prompt chunks of these lengths.
-
-    buckets: token counts of padded steps, ascending; the first one that fits is used.
-    """
-    tokens = sum(lengths)
-    bucket = next((bucket for bucket in buckets if bucket >= tokens), None)
-    if bucket is not None and len(lengths) <= PADDED_PROMPTS:
-        return padded_prompt_step(limits, bucket)
-    sizes = (len(lengths), tokens, max(lengths))
-    return StepShape(*sizes, prompt=True, next_drafts=limits.query_len - 1)
 
 
 @dataclass(frozen=True)
@@ -165,9 +123,9 @@ class Worker:
     memory. observers: called around every step of a schedule. num_logit_observers: number of the
     first rank's observers that read logits, equal on every rank: all ranks gather whole logits for
     them. run_step: runs a step; uncaptured: the same without graphs. prompt_buckets: token counts
-    that steps of few prompts are padded to. joins: says whether a decode step and a prompt step of
-    these shapes share a forward pass. group: of the tensor-parallel ranks. shard: share of the
-    logits that this rank computes.
+    that steps of few prompts are padded to. joint_steps: says which decode and prompt steps share a
+    forward pass. group: of the tensor-parallel ranks. shard: share of the logits that this rank
+    computes.
     """
 
     def __init__(
@@ -196,7 +154,7 @@ class Worker:
             self.uncaptured = with_step_threads(self.uncaptured, model)
         self.run_step = self.uncaptured
         self.prompt_buckets = plan.prompt_buckets
-        self.joins = join_rule(plan, model)
+        self.joint_steps = JointSteps(plan, model)
         memory.allocate(self.layers, plan.num_pages, plan.num_slots, plan.device)
         self.paged = memory.tensors(self.layers, StorageKind.PAGED)
         self.state = memory.tensors(self.layers, StorageKind.STATE)
@@ -305,23 +263,24 @@ class Worker:
 
         A pass without steps is not launched.
         """
-        decode = []
-        forced = []
-        prompt = []
+        decode: list[PlannedStep] = []
+        forced: list[PlannedStep] = []
+        prompt: list[PlannedStep] = []
         if schedule.decode:
             shape = StepShape.uniform(schedule.padded_rows, schedule.num_drafts + 1)
             decode.append(self._planned(shape, schedule.decode))
         if schedule.forced:
             shape = forced_shape(self.plan, len(schedule.forced), schedule.forced_len)
             forced.append(self._planned(shape, schedule.forced))
+        is_joint = False
         if schedule.prompt:
             lengths = [chunk.length for chunk in schedule.prompt]
-            shape = prompt_step(self.plan, lengths, self.prompt_buckets)
+            joint = self.joint_steps.prompt_shape(decode[0].shape, lengths) if decode else None
+            is_joint = joint is not None
+            shape = joint or prompt_step(self.plan, lengths, self.prompt_buckets)
             row_ids = [chunk.row for chunk in schedule.prompt]
             prompt.append(self._planned(shape, row_ids, schedule.prompt))
-        if decode and prompt and self.joins(decode[0].shape, prompt[0].shape):
-            return [forced, decode + prompt]
-        return [decode, forced, prompt]
+        return [forced, decode + prompt] if is_joint else [decode, forced, prompt]
 
     def _planned(
         self, shape: StepShape, row_ids: list[int], chunks: Sequence[PromptChunk] = ()
@@ -353,6 +312,9 @@ class Worker:
         """Launch the steps of one forward pass."""
         if not steps:
             return []
+        shapes = tuple(step.shape for step in steps)
+        if self.joint_steps.needs_capture(shapes):
+            self._capture_joint(shapes)
         for inputs, step in zip(self.table.pass_inputs, steps, strict=False):
             inputs.fill(**step.columns)
         timer = StepTimer(self.plan.device)
@@ -373,6 +335,18 @@ class Worker:
             )
         timer.end()
         return launched
+
+    def _capture_joint(self, shapes: tuple[StepShape, ...]) -> None:
+        """Capture a joint step on null rows, since capturing a step runs it twice."""
+        # If this raises, later steps run without new graphs.
+        self.joint_steps.may_capture = False
+        decode, prompt = self.table.pass_inputs
+        decode.fill()
+        prompt.fill(query_lens=[shapes[1].tokens])
+        for _ in self.run_step.run(shapes, [do_nothing] * len(shapes)):
+            pass
+        self.joint_steps.graphs.add(shapes)
+        self.joint_steps.may_capture = True
 
     def _uniform_rows(self, step: PlannedStep, outcome: Outcome) -> list[LaunchedRow]:
         """Return the rows of a step in which each brings its last token, and drafts or forced

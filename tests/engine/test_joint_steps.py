@@ -1,8 +1,7 @@
 """Joint steps: a decode step and a prompt step of one forward pass have the bits of two passes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from lockstep.step import StepShape
 from lockstep.worker import executor
 from lockstep.worker.executor import executor_of, worker_of
 from lockstep.worker.hooks import CheckHooks
-from lockstep.worker.joint_steps import always_join, never_join
 from lockstep.worker.worker import LaunchedStep, Worker
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, make_engine
 from tests.thread_ranks import ThreadRanks
@@ -56,9 +54,9 @@ CASES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "attention, EAGLE-3": ("qwen3", {"speculative_config": EAGLE3}),
     "FP8 activations": (None, {"quantization": "fp8", "activation_dtype": "fp8"}),
     "host memory": (None, {"num_gpu_blocks": 20, "kv_offloading_size": 0.01}),
+    "padded prompts": ("nemotron_h", {"speculative_config": MTP, "prompt_buckets": [16, 64]}),
 }
 """Name -> checkpoint, engine settings."""
-Rule = Callable[[StepShape, StepShape], bool]
 
 
 @pytest.fixture(scope="module")
@@ -79,17 +77,30 @@ def build(model: str | None, **settings: Any) -> LLM:
     return LLM(**{**folder, **limits, **settings})
 
 
-def set_rule(worker: Worker, rule: Rule) -> None:
-    """Make a rank join steps by this rule."""
-    worker.joins = rule
+def never_join(decode: StepShape, lengths: Sequence[int]) -> None:
+    """Run a decode step and a prompt step apart."""
 
 
-def run(llm: LLM, rule: Rule, adapters: tuple[str, ...] = ("",)) -> tuple[list[Answer], list[int]]:
+def join_never(worker: Worker) -> None:
+    """Let a rank run all steps apart."""
+    worker.joint_steps.prompt_shape = never_join  # type: ignore[method-assign]
+
+
+def join(worker: Worker) -> None:
+    """Undo join_never()."""
+    vars(worker.joint_steps).pop("prompt_shape", None)
+
+
+def run(
+    llm: LLM, rule: Callable[[Worker], None], adapters: tuple[str, ...] = ("",)
+) -> tuple[list[Answer], list[int]]:
     """Serve requests together -> their answers with digests of all logits, and the number of steps
     of each forward pass.
+
+    rule: join or join_never, which every rank calls.
     """
     engine = CheckEngine(llm)
-    executor_of(llm.engine).collective_rpc(partial(set_rule, rule=rule))
+    executor_of(llm.engine).collective_rpc(rule)
     worker = worker_of(llm.engine)
     passes: list[int] = []
     launch = worker._launch
@@ -118,13 +129,13 @@ def run(llm: LLM, rule: Rule, adapters: tuple[str, ...] = ("",)) -> tuple[list[A
 
 def assert_same_bits(llm: LLM, adapters: tuple[str, ...] = ("",)) -> None:
     """Assert that requests get the same with joint steps and without, and that steps join."""
-    apart, single = run(llm, never_join, adapters)
-    joint, passes = run(llm, always_join, adapters)
+    apart, single = run(llm, join_never, adapters)
+    joint, passes = run(llm, join, adapters)
     assert max(single) == 1 and passes.count(2) > 5
     assert joint == apart
 
 
-@pytest.mark.default_cases(*(name for name in CASES if "," in name or name == "host memory"))
+@pytest.mark.default_cases(*(name for name in CASES if "," in name or name.islower()))
 @pytest.mark.parametrize("name", CASES)
 def test_joint_steps_change_no_bit(name: str) -> None:
     model, settings = CASES[name]

@@ -20,7 +20,7 @@ ROW_TABLE = "worker.row_table"
 
 FAULTS = (
     Fault(
-        "warm-up runs steps without drafts alone", "worker", WORKER, "uniform_shapes",
+        "warm-up runs steps without drafts alone", "worker", "worker.step_shapes", "uniform_shapes",
         "reversed($limits.draft_lengths)",
         "reversed($limits.draft_lengths[:1])",
         "tests/regressions/test_f1_warm_up.py::test_warm_up_covers_every_number_of_drafts",

@@ -39,7 +39,10 @@ limits = sized(limits, config, 2, 256)
 recorded = record_kernels(DryEngine(config, checkpoint, limits, None, card, False), limits)
 small = next(one for one in recorded if one.kernel == "silu_mul_kernel")
 small.compile()
-print(json.dumps([[one.kernel, one.target.arch, one.source.hash()] for one in recorded]))
+# Launches of one source may differ in warps and stages alone.
+hashes = [one.source.hash() + repr(one.options) for one in recorded]
+pairs = zip(recorded, hashes, strict=True)
+print(json.dumps([[one.kernel, one.target.arch, hashed] for one, hashed in pairs]))
 """
 ENDS = """
 import os

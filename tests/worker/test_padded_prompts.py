@@ -13,7 +13,7 @@ from lockstep.step import StepShape
 from lockstep.worker.executor import worker_of
 from lockstep.worker.program import Outcome
 from lockstep.worker.step_observer import StepObserver
-from lockstep.worker.worker import PADDED_PROMPTS, prompt_step
+from lockstep.worker.step_shapes import PADDED_PROMPTS, prompt_step
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, make_engine
 
 ASSETS = Path(__file__).parents[1] / "assets"
