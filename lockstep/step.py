@@ -212,14 +212,13 @@ class JointContext(ForwardContext):
         return self.parts
 
     def mix(self, function: Mix, *tensors: Tensor) -> Tensor:
-        pieces = zip(*map(self._split, tensors), strict=True)
-        return torch.cat(
-            [function(*piece, part) for piece, part in zip(pieces, self.parts, strict=True)]
-        )
+        inputs = zip(*map(self._split, tensors), strict=True)
+        steps = zip(inputs, self.parts, strict=True)
+        return torch.cat([function(*step_inputs, part) for step_inputs, part in steps])
 
     def at_logit_rows(self, hidden: Tensor) -> Tensor:
-        pieces = zip(self._split(hidden), self.parts, strict=True)
-        return torch.cat([part.at_logit_rows(piece) for piece, part in pieces])
+        hidden_by_step = zip(self._split(hidden), self.parts, strict=True)
+        return torch.cat([part.at_logit_rows(step_hidden) for step_hidden, part in hidden_by_step])
 
     def _split(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return the rows of a tensor [T, ...] that belong to each step."""

@@ -4,7 +4,8 @@ A schedule pickles, so that every rank of a model can receive the same one. Rows
 number in the row table. A worker receives the data of a request once, in its `Admission`, and keeps
 what it needs. Workers execute the fields of a schedule in their order: they drop ended requests,
 copy evicted pages to the host, move rows out and in, admit rows, grant pages, run the decode step
-and the forced step, copy fetched pages to the device and run the prompt step.
+and the forced step, copy fetched pages to the device and run the prompt step. The decode step may
+share the prompt step's forward pass; it runs after the forced step then.
 """
 
 from collections.abc import Sequence
@@ -199,7 +200,8 @@ class RowResult:
 class Results:
     """Results of a schedule by row, for every row of its steps.
 
-    decode_ms: time of the decode step in ms, None without one.
+    decode_ms: time of the decode step in ms, None without one, or if it shared a forward pass with
+    a prompt step.
     """
 
     rows: dict[int, RowResult] = field(default_factory=dict)

@@ -313,7 +313,8 @@ class Worker:
         if not steps:
             return []
         shapes = tuple(step.shape for step in steps)
-        if self.joint_steps.needs_capture(shapes):
+        # A trace replaces run_step by one that captures nothing.
+        if self.run_step is not self.uncaptured and self.joint_steps.needs_capture(shapes):
             self._capture_joint(shapes)
         for inputs, step in zip(self.table.pass_inputs, steps, strict=False):
             inputs.fill(**step.columns)

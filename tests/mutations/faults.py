@@ -513,15 +513,14 @@ FAULTS = (
     Fault(
         "a mixer's outputs of a joint step's prompts come first", "worker", "step",
         "JointContext.mix",
-        "[$function(*$piece, $part) for $piece, $part in zip($pieces, self.parts, strict=True)]",
-        "[$function(*$piece, $part) for $piece, $part in zip($pieces, self.parts, strict=True)]"
-        "[::-1]",
+        "torch.cat([$function(*$inputs, $part) for $inputs, $part in $steps])",
+        "torch.cat([$function(*$inputs, $part) for $inputs, $part in $steps][::-1])",
     ),
     Fault(
         "the logit rows of a joint step's prompts come first", "worker", "step",
         "JointContext.at_logit_rows",
-        "torch.cat([$part.at_logit_rows($piece) for $piece, $part in $pieces])",
-        "torch.cat([$part.at_logit_rows($piece) for $piece, $part in $pieces][::-1])",
+        "torch.cat([$part.at_logit_rows($hidden) for $hidden, $part in $steps])",
+        "torch.cat([$part.at_logit_rows($hidden) for $hidden, $part in $steps][::-1])",
     ),
     Fault(
         "the adapters of a joint step's prompts come first", "worker", "step", "JointContext.of",

@@ -12,7 +12,7 @@ from lockstep.step import JointContext, StepContext, StepShape
 from lockstep.worker import joint_steps
 from lockstep.worker.executor import worker_of
 from lockstep.worker.joint_steps import JointSteps, joint_buckets
-from lockstep.worker.program import do_nothing
+from lockstep.worker.program import RunStep, do_nothing
 from lockstep.worker.worker import Worker
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, assert_idle
 
@@ -85,6 +85,7 @@ def joined_as_graphs(worker: Worker, limits: StepLimits) -> JointSteps:
     steps = JointSteps(limits, worker.model)
     steps.min_eager_tokens = 1 << 20
     worker.joint_steps = steps
+    worker.run_step = RunStep(*worker.uncaptured)
     return steps
 
 
@@ -93,7 +94,8 @@ def test_capture_of_joint_steps_changes_no_answer(
 ) -> None:
     """Null rows are run before a joint step of real rows, which a capture would run twice."""
     worker = worker_of(llm.engine)
-    monkeypatch.setattr(worker, "joint_steps", worker.joint_steps)
+    for name in ("joint_steps", "run_step"):
+        monkeypatch.setattr(worker, name, getattr(worker, name))
     steps = joined_as_graphs(worker, replace(limits, query_len=llm.engine.plan.query_len))
     params = [
         replace(GREEDY if index % 2 else SEEDED, max_tokens=3 + 2 * index, logprobs=1)
@@ -112,7 +114,8 @@ def test_failed_capture_ends_captures_and_no_request(
     worker = worker_of(llm.engine)
     params = [replace(GREEDY, max_tokens=3 + 2 * index) for index in range(8)]
     expected = [answer(output) for output in llm.generate(PROMPTS * 2, params)]
-    monkeypatch.setattr(worker, "joint_steps", worker.joint_steps)
+    for name in ("joint_steps", "run_step"):
+        monkeypatch.setattr(worker, name, getattr(worker, name))
     steps = joined_as_graphs(worker, replace(limits, query_len=llm.engine.plan.query_len))
     run = type(worker.run_step).run
 
