@@ -16,15 +16,15 @@ from lockstep.worker.step_shapes import prompt_step
 EAGER_LAYER_FLOPS = 1.2e12
 """FLOPs per layer from which an eager joint step binds the device.
 
-Launching the kernels of a prompt step takes the host up to 96 ms for 64 layers, and those of a
-joint step a third more: 2 ms per layer. In that time an H200 computes 1.2e12 FLOPs (2,048 tokens of
-Qwen3.6-27B in 183 ms). Below, a captured decode step next to an eager prompt step is faster.
+Launching the kernels of a prompt step takes the host up to 96 ms for 64 layers. A joint step has a
+third more launches: 2 ms per layer. In that time an H200 computes 1.2e12 FLOPs (2,048 tokens of
+Qwen3.6-27B take 183 ms). Below, a captured decode step next to an eager prompt step is faster.
 """
 PADDING = 128
 """Token counts of prompts in joint graphs are multiples of it. Computing as many tokens takes less
 time than reading the weights, which the joint step saves: for 16-bit weights on an H200, 170."""
 MAX_GRAPHS = 32
-"""Maximum graphs of joint steps. Capturing one takes about as long as ten steps."""
+"""Maximum graphs of joint steps. The host launches all kernels of a step twice to capture it."""
 LARGEST_GRAPHS = 6
 """Results of as many of the largest joint steps fit into the memory that is planned for graphs."""
 
