@@ -63,6 +63,7 @@ def build(dtype: str, drafter: str, graph: str, preempt_every: int = 0, **settin
         cuda_graph_mode=graph,
         speculative_config=DRAFTERS[drafter],
         row_buckets=BUCKETS,
+        prompt_buckets=(),  # joint steps of padded prompts are captured when they are needed
         **{"max_model_len": 1024, "max_num_seqs": 8, "num_gpu_blocks": 160, **settings},
     )
     hooks = CheckHooks(draft_policy=policy, preempt_every=preempt_every)
