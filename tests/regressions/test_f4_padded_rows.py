@@ -47,8 +47,8 @@ def test_lengths_shifted_by_drafts_are_detected(
 ) -> None:
     prepare = RowTable.prepare
 
-    def shifted(self: RowTable, shape: StepShape) -> Any:
-        step = prepare(self, shape)
+    def shifted(self: RowTable, shape: StepShape, index: int = 0) -> Any:
+        step = prepare(self, shape, index)
         if not shape.prompt:
             step.starts = (step.starts - (shape.query_len - 1)).clamp_min(0)
         return step
