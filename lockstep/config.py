@@ -302,7 +302,7 @@ class EngineConfig(Settings):
     )
     prompt_buckets: PromptBuckets | None = setting(
         None,
-        "token counts that steps of up to 3 prompts are padded to, one CUDA graph each; default: "
+        "token counts that steps of up to 7 prompts are padded to, one CUDA graph each; default: "
         "chosen for the device",
         allowed=f"a list of at most {MAX_PROMPT_BUCKETS} whole numbers from 1 to "
         f"{MAX_PROMPT_BUCKET}, or an empty one for no padding",

@@ -84,11 +84,12 @@ def test_padding_changes_no_answer(name: str) -> None:
     assert {shape.tokens for shape in shapes if shape.padded} & set(BUCKETS)
 
 
-def test_padding_past_the_maximum_length_writes_no_page_of_a_row() -> None:
+def test_padding_to_the_maximum_length_changes_no_answer() -> None:
     settings = dict(max_model_len=128, max_num_seqs=1)
     prompt = {"prompt_token_ids": list(range(1000, 1120))}
     expected = make_engine(None, **settings).generate(prompt, PARAMS[0])
-    padded = make_engine(None, **settings, prompt_buckets=(1024,))
+    padded = make_engine(None, **settings, prompt_buckets=(128, 256))
+    assert padded.engine.plan.prompt_buckets == (128,), "positions of 256 tokens have no table"
     assert answer(padded.generate(prompt, PARAMS[0])[0]) == answer(expected[0])
 
 
