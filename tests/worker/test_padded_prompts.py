@@ -94,7 +94,7 @@ def test_padding_to_the_maximum_length_changes_no_answer() -> None:
 
 
 def test_steps_of_many_prompts_or_tokens_are_not_padded() -> None:
-    limits = make_engine(None, prompt_buckets=BUCKETS).engine.plan
+    limits = replace(make_engine(None).engine.plan, max_num_seqs=64)
     padded = prompt_step(limits, [5, 4], BUCKETS)
     assert (padded.tokens, padded.query_len, padded.rows) == (24, 24, PADDED_PROMPTS + 1)
     assert padded.is_captured and padded.prompt
