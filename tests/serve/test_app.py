@@ -148,6 +148,8 @@ def test_engine_errors(server, error, status):
     server.client.error = error
     answer = fetch(server, "POST", "/v1/completions", json={"prompt": "x"})
     assert answer.status_code == status
+    # After a 500 the connection is closed, and a client must not send its next request on it.
+    assert (answer.headers.get("connection") == "close") == (status == 500)
     with pytest.raises(openai.APIError):
         create_completion(server, prompt="x", stream=True)
     server.client.error = None

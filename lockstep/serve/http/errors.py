@@ -180,7 +180,9 @@ def add_error_handlers(app: FastAPI) -> None:
     """Answer every error of the application with an error object."""
 
     async def on_error(request: Request, error: Exception) -> Response:
-        return error_response(*status_and_body(error), request.scope)
+        # After an unexpected error uvicorn closes the connection, so no request may follow on it.
+        is_unexpected = not isinstance(error, LockstepError)
+        return error_response(*status_and_body(error), request.scope, close=is_unexpected)
 
     async def on_invalid_body(request: Request, error: Exception) -> Response:
         faults = _faults(error) if isinstance(error, RequestValidationError) else []
