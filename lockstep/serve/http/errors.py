@@ -189,6 +189,8 @@ def add_error_handlers(app: FastAPI) -> None:
         return error_response(400, _validation_error(faults), request.scope)
 
     async def on_http_error(request: Request, error: Exception) -> Response:
+        if isinstance(error.__cause__, RequestError):  # of the parser of bodies
+            return await on_error(request, error.__cause__)
         status = error.status_code if isinstance(error, HTTPException) else 500
         route = f"{request.method} {request.url.path}"[:MAX_SHOWN_CHARACTERS]
         message = f"{route}: {getattr(error, 'detail', '')}"
