@@ -1,10 +1,10 @@
 """Events of an answer that is generated whether or not a client reads them."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 from lockstep.errors import EngineDeadError
-from lockstep.serve.http.event_stream import encode_event
+from lockstep.serve.http.event_stream import Event, encode_event
 from lockstep.serve.requests.response_writer import ResponseWriter
 
 
@@ -29,7 +29,7 @@ class EventLog:
         if not was_cut:
             self._has_certain.set()
         self._response_id = response_id
-        self._last_events: list[bytes] = []
+        self._last_events: list[Event] = []
         self._growth = asyncio.Event()
 
     async def record(self, writer: ResponseWriter) -> None:
@@ -47,14 +47,14 @@ class EventLog:
                 self._wake_readers()
         except EngineDeadError as error:
             # The next process goes on from the events before this one, which so has no number.
-            last = writer.suspended_event(error, len(self.events) - 1)
-            self._last_events = [encode_event(last, self.named_events)]
+            self._last_events = [writer.suspended_event(error, len(self.events) - 1)]
         finally:
             writer.close()
-            self.finish()
+            self.finish(self._last_events)
 
-    def finish(self) -> None:
-        """Let readers end after the events so far."""
+    def finish(self, last_events: Iterable[Event]) -> None:
+        """Let readers end after the events so far and these, which have no number."""
+        self._last_events = [*last_events]
         self.is_complete = True
         self._has_certain.set()
         self._wake_readers()
@@ -78,7 +78,7 @@ class EventLog:
                 yield events
             elif self.is_complete:
                 if self._last_events:
-                    yield self._last_events
+                    yield [encode_event(event, self.named_events) for event in self._last_events]
                 return
             else:
                 await growth.wait()

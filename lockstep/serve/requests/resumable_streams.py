@@ -56,15 +56,16 @@ class ResumableStream:
         events = self.event_log.read(begin)
         return EventStream(events, self.event_log.named_events, self._leave, headers)
 
-    def end(self) -> None:
-        """End the request and forget its events."""
+    def end(self, error: Exception | None = None) -> None:
+        """End the request and forget its events. error: what readers of a part of it get last."""
         self._stop_timer()
         self._streams.remove(self)
         self.writer.active.drop_record()
         self._task.cancel()
         # A task that has not begun runs no cleanup.
         self.writer.close()
-        self.event_log.finish()
+        if not self.event_log.is_complete:
+            self.event_log.finish(() if error is None else self.writer.error_events(error))
 
     async def _run(self) -> None:
         try:
@@ -211,7 +212,9 @@ class ResumableStreams:
     async def delete(self, kind: str, response_id: str) -> None:
         """End an answer and erase it. Raises UnknownStreamError."""
         stream = await self.get(kind, response_id)
-        stream.end()
+        stream.end(
+            UnknownStreamError(f"{response_id!r} was deleted. Send the request again.", "id")
+        )
         self.erase(response_id)
 
     def erase(self, response_id: str) -> None:

@@ -516,6 +516,31 @@ def test_delete_ends_a_stream(servers: Servers) -> None:
     run(work())
 
 
+@pytest.mark.parametrize("api", [0, 2, 3])
+def test_readers_of_a_deleted_stream_get_an_error(servers: Servers, api: int) -> None:
+    """Without one the answer would seem complete to another reader of it."""
+
+    async def work() -> None:
+        running = servers.start(tokens=4)
+        path, body = BODIES[api]
+        async with asked(running, path, body) as answer_id, running.http() as http:
+            events = b"".join(running.events()).decode()
+            reading = asyncio.create_task(http.get(f"{path}/{answer_id}?stream=true"))
+            await idle()
+            await http.delete(f"{path}/{answer_id}")
+            text = (await reading).text
+            assert text.startswith(events)
+            last = text.removeprefix(events).removesuffix("data: [DONE]\n\n")
+            assert last.count("\n\n") == 1 and "id: " not in last
+            assert (
+                f"{answer_id!r} was deleted"
+                in json.loads(last.partition("data: ")[2])["error"]["message"]
+            )
+            assert ("[DONE]" in text) == ("event: error" not in text)
+
+    run(work())
+
+
 def test_slow_answer_of_the_journal_delays_no_other(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
