@@ -23,11 +23,9 @@ class EventLog:
         self.size = 0
         self.is_complete = False
         self.named_events = named_events
+        self.was_cut = was_cut
         self._num_certain = 0
-        self._was_cut = was_cut
         self._has_certain = asyncio.Event()
-        if not was_cut:
-            self._has_certain.set()
         self._response_id = response_id
         self._last_events: list[Event] = []
         self._growth = asyncio.Event()
@@ -40,7 +38,7 @@ class EventLog:
                     event_id = f"{self._response_id}:{len(self.events)}"
                     self.events.append(encode_event(event, self.named_events, event_id))
                     self.size += len(self.events[-1])
-                if self._was_cut and not self._has_certain.is_set():
+                if not self._has_certain.is_set():
                     self._num_certain = len(self.events)
                     if not writer.active.reads_saved:
                         self._has_certain.set()
@@ -59,14 +57,14 @@ class EventLog:
         self._has_certain.set()
         self._wake_readers()
 
-    async def certain_events(self) -> int | None:
-        """Return the number of events that are those of the last process; None for all.
+    async def certain_events(self) -> int:
+        """Return the number of events that readers can have, those of the last process included.
 
-        Events after them may be divided in another way than those that a reader got before the
-        machine stopped.
+        Where the log was cut, later events may be divided in another way than those that a reader
+        got before the machine stopped.
         """
         await self._has_certain.wait()
-        return self._num_certain if self._was_cut else None
+        return self._num_certain if self.was_cut else len(self.events)
 
     async def read(self, begin: int) -> AsyncIterator[list[bytes]]:
         """Yield the events from this number on, and future ones when they come."""

@@ -357,13 +357,19 @@ class ResumableStreams:
 
 
 async def check_certain(event_log: EventLog, begin: int) -> None:
-    """Raise UnknownStreamError where the event before `begin` may not be one that was sent."""
+    """Raise UnknownStreamError where the event before `begin` is not certain to have been sent."""
+    if begin <= len(event_log.events) and not event_log.was_cut:
+        return
     certain = await event_log.certain_events()
-    if certain is not None and begin > certain:
+    if begin > certain:
+        why = (
+            f"the machine of the server stopped, and only the first {certain} events are certain "
+            "to be those that were sent"
+            if event_log.was_cut
+            else f"the answer has {certain} events so far, and the first one is number 0"
+        )
         raise UnknownStreamError(
-            f"starting_after={begin - 1} is not known: the machine of the server stopped, and only "
-            f"the first {certain} events are certain to be those that were sent. Read the answer "
-            "from its beginning.",
+            f"starting_after={begin - 1} is not known: {why}. Read the answer from its beginning.",
             "starting_after",
         )
 
