@@ -431,7 +431,7 @@ def _user_messages(role: str, blocks: Sequence[Any]) -> Iterator[dict[str, Any]]
                 texts = []
             content = _parts(block.content)
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
-    if texts:
+    if texts or not blocks:
         yield {"role": role, "content": _parts(texts)}
 
 

@@ -69,6 +69,15 @@ def test_message(server: Any, processor: Any) -> None:
     assert "<|im_start|>system\nbe brief<|im_end|>" in last_prompt(server, processor)
 
 
+def test_message_without_blocks_stays_a_turn(server: Any, processor: Any) -> None:
+    answered = [*USER, {"role": "assistant", "content": "hello"}]
+    for content in ([], ""):
+        create(server, messages=[*answered, {"role": "user", "content": content}])
+        assert last_prompt(server, processor).count("<|im_start|>user\n") == 2
+        create(server, messages=[{"role": "user", "content": content}, *answered, *USER])
+        assert last_prompt(server, processor).count("<|im_start|>user\n") == 3
+
+
 def test_thinking_text_and_tool_use_blocks_are_in_order(server: Any) -> None:
     server.text = THOUGHT + "Look:\n\n" + CALL + "\n" + CALL
     answer = create(server, tools=TOOLS, thinking=THINK)
