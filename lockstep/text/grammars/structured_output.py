@@ -18,6 +18,7 @@ from lockstep.sampling_params import (
     MAX_REGEX_CHARACTERS,
     StructuredOutputsParams,
 )
+from lockstep.text.grammars.calendar_formats import replace_calendar_formats
 from lockstep.text.grammars.compiler import (
     ROW_ITEMS,
     WRITTEN_ROW_ITEMS,
@@ -205,7 +206,7 @@ def _guided_schema(schema: Any, **blanks: Any) -> str:
     options = {"json_allowed_escapes": escapes_of(schema), **blanks}
     bounded = {"allOf": [schema]}
     if isinstance(schema, dict):
-        bounded = add_integer_bounds(move_whole_bounds(schema))
+        bounded = add_integer_bounds(move_whole_bounds(replace_calendar_formats(schema)))
     return json.dumps({**bounded, "x-guidance": options})
 
 
