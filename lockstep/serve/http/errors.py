@@ -295,6 +295,7 @@ _SUMMARY = (
     "only the server that wrote this summary can read it. Begin a new session, or send the items "
     "that it stands for"
 )
+_CALLS_NO_MCP = "this server calls no MCP servers; let the client call them, and send their tools"
 _TEXT_ONLY = "this server reads text only; send text in its place"
 TYPE_REMEDIES = {
     # Items of /v1/responses.
@@ -318,7 +319,7 @@ TYPE_REMEDIES = {
     "web_search_preview": f"{_RUNS_NO_TOOLS}, or leave it out",
     "file_search": f"{_RUNS_NO_TOOLS}, or leave it out",
     "code_interpreter": f"{_RUNS_NO_TOOLS}, or leave it out",
-    "mcp": "this server calls no MCP servers; let the client call them, and send their tools",
+    "mcp": _CALLS_NO_MCP,
     "computer": _TEXT_ONLY,
     "computer_use_preview": _TEXT_ONLY,
     "programmatic_tool_calling": f"{_RUNS_NO_TOOLS}, or leave it out",
@@ -327,6 +328,9 @@ TYPE_REMEDIES = {
     "document": _TEXT_ONLY,
     "search_result": _TEXT_ONLY,
     "container_upload": f"{_RUNS_NO_TOOLS}; leave it out",
+    # Tools that a block adds or removes.
+    "mcp_tool_reference": _CALLS_NO_MCP,
+    "mcp_toolset_reference": _CALLS_NO_MCP,
 }
 """Unsupported type of an object -> remedy."""
 
