@@ -279,11 +279,6 @@ class CountRequest(Body):
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    @property
-    def roles(self) -> list[str]:
-        """Role of each message."""
-        return [message.role for message in self.messages]
-
     def ignored_fields(self) -> list[str]:
         """Return the sorted names of sent fields that have no effect."""
         names = [*without_effect(self.model_extra or (), MESSAGES), *self._generation_only()]
