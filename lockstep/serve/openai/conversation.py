@@ -126,9 +126,13 @@ class Message(TemplateObject):
 
     WITHOUT_EFFECT = ANNOTATION_FIELDS | {
         "finish_reason",
+        "injected",
+        "message_id",
         "metadata",
+        "opts",
         "parsed",
         "reasoning_details",
+        "reasoning_signature",
         "stop_reason",
         "thinking_blocks",
         "token_ids",
