@@ -387,6 +387,10 @@ def test_late_system_message_of_a_chat_is_refused(server: Any) -> None:
             "messages[1].content[0].content: this server reads text only",
         ),
         ({"role": "user", "content": [{"type": "document"}]}, "messages[1].content[0]: type='doc"),
+        (
+            {"role": "user", "content": [{"type": "text"}]},
+            "messages[1].content[0].text: Field required",
+        ),
     ],
 )
 def test_messages_error_names_path(server: Any, path: str, entry: Any, message: str) -> None:

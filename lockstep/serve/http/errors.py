@@ -225,7 +225,10 @@ def _methods_of_path(request: Request) -> str:
 def _faults(error: RequestValidationError) -> list[dict[str, Any]]:
     """Return the faults of a body, the first one with its path in what the client sent."""
     first, *rest = error.errors()
-    return [{**first, "loc": _sent_path(first["loc"], error.body)}, *rest]
+    location = _sent_path(first["loc"], error.body)
+    if first["type"] == "missing" and location[-1:] != [first["loc"][-1]]:
+        location.append(first["loc"][-1])  # the missing field has the name of its object's type
+    return [{**first, "loc": location}, *rest]
 
 
 def _sent_path(location: Sequence[Any], body: Any) -> list[Any]:
