@@ -257,7 +257,7 @@ def _validation_error(faults: Sequence[Any]) -> Error:
     if not faults:
         return error_object("the body cannot be read; send a JSON object.")
     first = faults[0]
-    path = first["loc"][1:]
+    path = (*first["loc"][1:], *first.get("ctx", {}).get("inside", ()))
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "it is not JSON")
         return error_object(
@@ -270,7 +270,7 @@ def _validation_error(faults: Sequence[Any]) -> Error:
         return error_object(
             f"the body is not a JSON object; send one, with the header Content-Type: {kind}."
         )
-    return error_object(fault_message(first, path), param=str(path[0]))
+    return error_object(fault_message(first, first["loc"][1:]), param=str(path[0]))
 
 
 UNKNOWN_FIELD = "extra_forbidden"
