@@ -136,10 +136,10 @@ def _has_whole_characters(text: str) -> bool:
     """Return whether a JSON text has no half of a surrogate pair."""
     end = 0
     while end < len(text):
-        whole = WHOLE_CHARACTERS.match(text, end, end + MATCHED_CHARACTERS)
-        if whole is None or whole.end() == end:
+        match = WHOLE_CHARACTERS.match(text, end, end + MATCHED_CHARACTERS)
+        if match is None or match.end() == end:
             return False
-        end = whole.end()
+        end = match.end()
     return True
 
 

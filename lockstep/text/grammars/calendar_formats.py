@@ -36,11 +36,11 @@ def replace_calendar_formats(schema: Json) -> Json:
         form = node.get("format")
         if not isinstance(form, str) or form not in PATTERNS:
             return node
-        others = {key: value for key, value in node.items() if key != "format"}
+        remaining = {key: value for key, value in node.items() if key != "format"}
         pattern = {"pattern": PATTERNS[form]}
-        if "pattern" not in others:
-            return others | pattern
-        return {**others, "allOf": [*others.get("allOf", ()), pattern]}
+        if "pattern" not in remaining:
+            return remaining | pattern
+        return {**remaining, "allOf": [*remaining.get("allOf", ()), pattern]}
 
     changed: Json = rewrite(schema, change)
     return changed

@@ -25,7 +25,7 @@ def check_conjunctions(source: str, field: str) -> None:
     for objects in objects_of_schemas(source):
         joined = any(map(combines, objects))
         names = [len(_as_dict(part.get("patternProperties"))) for part in objects]
-        # Those of dates conjoin no more than the formats that they stand for.
+        # The patterns of dates conjoin no more than the formats that they replace.
         patterns = sum(part.get("pattern", "") not in ("", *PATTERNS.values()) for part in objects)
         where = " in schemas that are combined" if joined else ""
         _check(patterns if joined else 0, MAX_CONJOINED, f"'pattern'{where}", field)
