@@ -40,6 +40,7 @@ from lockstep.text.grammars.json_schema import (
     locate,
 )
 from lockstep.text.grammars.lark import Rules, either, escapes_of, literal, sequence
+from lockstep.text.grammars.lookarounds import replace_lookarounds
 from lockstep.text.grammars.multiples import check_multiples, objects_of_schemas, schemas_of
 from lockstep.text.grammars.numbers import check_numbers
 from lockstep.text.grammars.references import normalize
@@ -134,7 +135,8 @@ def schema_of(value: Any, field: str, strict: bool = True) -> Any:
     if isinstance(value, str):
         schema = _from_json(value, field)
     _check_size(schema, field)
-    schema = drop_ineffective(schema) if strict else drop_refused(drop_ineffective(schema))
+    schema = replace_lookarounds(drop_ineffective(schema))
+    schema = schema if strict else drop_refused(schema)
     check_keywords(schema, field)
     if strict:
         check_finite(schema, field)
