@@ -43,6 +43,7 @@ from lockstep.text.grammars.lark import Rules, either, escapes_of, literal, sequ
 from lockstep.text.grammars.lookarounds import replace_lookarounds
 from lockstep.text.grammars.multiples import check_multiples, objects_of_schemas, schemas_of
 from lockstep.text.grammars.numbers import check_numbers
+from lockstep.text.grammars.property_names import replace_property_names
 from lockstep.text.grammars.references import normalize
 
 MAX_RULES = 1000
@@ -135,7 +136,7 @@ def schema_of(value: Any, field: str, strict: bool = True) -> Any:
     if isinstance(value, str):
         schema = _from_json(value, field)
     _check_size(schema, field)
-    schema = replace_lookarounds(drop_ineffective(schema))
+    schema = replace_property_names(replace_lookarounds(drop_ineffective(schema)))
     schema = schema if strict else drop_refused(schema)
     check_keywords(schema, field)
     if strict:
