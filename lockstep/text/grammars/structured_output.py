@@ -38,6 +38,7 @@ from lockstep.text.grammars.json_schema import (
     drop_ineffective,
     drop_refused,
     locate,
+    replace_unevaluated,
 )
 from lockstep.text.grammars.lark import Rules, either, escapes_of, literal, sequence
 from lockstep.text.grammars.lookarounds import replace_lookarounds
@@ -136,7 +137,8 @@ def schema_of(value: Any, field: str, strict: bool = True) -> Any:
     if isinstance(value, str):
         schema = _from_json(value, field)
     _check_size(schema, field)
-    schema = replace_property_names(replace_lookarounds(drop_ineffective(schema)))
+    schema = replace_lookarounds(replace_unevaluated(drop_ineffective(schema)))
+    schema = replace_property_names(schema)
     schema = schema if strict else drop_refused(schema)
     check_keywords(schema, field)
     if strict:
