@@ -26,6 +26,9 @@ PATTERNS = {
     "date-time": f"^{_DATE}[Tt]{_TIME}$",
 }
 """Format -> pattern of its texts (RFC 3339) without leap seconds."""
+LOCAL_TIME = r"^(?:[01]\d|2[0-3]):[0-5]\d"
+"""Beginning of the pattern that Zod writes with the format `time`. Its times have no time zone, so
+that no text would match both."""
 Json = dict[str, Any]
 
 
@@ -37,6 +40,8 @@ def replace_calendar_formats(schema: Json) -> Json:
         if not isinstance(form, str) or form not in PATTERNS:
             return node
         remaining = {key: value for key, value in node.items() if key != "format"}
+        if form == "time" and str(node.get("pattern")).startswith(LOCAL_TIME):
+            return remaining
         pattern = {"pattern": PATTERNS[form]}
         if "pattern" not in remaining:
             return remaining | pattern

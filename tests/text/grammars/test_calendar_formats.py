@@ -89,6 +89,16 @@ def test_grammar_allows_what_exists(
     assert not allows(compiler, schema, refused)
 
 
+def test_time_of_zod_has_no_time_zone(compiler: Compiler) -> None:
+    """JSON Schema's time has one, so no text would match both."""
+    for seconds in (r"(?::[0-5]\d(?:\.\d+)?)?", r":[0-5]\d", ""):
+        pattern = rf"^(?:[01]\d|2[0-3]):[0-5]\d{seconds}$"
+        schema = {"type": "string", "format": "time", "pattern": pattern}
+        assert allows(compiler, schema, "23:59" if not seconds else "23:59:58")
+        assert not allows(compiler, schema, "24:00")
+        assert not allows(compiler, schema, "23:59:58Z")
+
+
 def test_dates_count_as_no_conjoined_pattern(compiler: Compiler) -> None:
     fields = {f"f{i}": {"allOf": [{"type": "string", "format": "date"}]} for i in range(20)}
     schema = {"type": "object", "properties": fields, "required": list(fields)}
