@@ -4,6 +4,7 @@ import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
+from urllib.parse import quote
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -192,6 +193,9 @@ def add_error_handlers(app: FastAPI) -> None:
         if isinstance(error.__cause__, RequestError):  # of the parser of bodies
             return await on_error(request, error.__cause__)
         status = error.status_code if isinstance(error, HTTPException) else 500
+        location = _without_slash(request) if status == 404 else None
+        if location is not None:
+            return Response(status_code=307, headers={"Location": location})
         route = f"{request.method} {request.url.path}"[:MAX_SHOWN_CHARACTERS]
         message = f"{route}: {getattr(error, 'detail', '')}"
         methods = _methods_of_path(request) if status == 405 else ""
@@ -210,6 +214,21 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, on_http_error)
     for error_type in (LockstepError, Exception):
         app.add_exception_handler(error_type, on_error)
+
+
+def _without_slash(request: Request) -> str | None:
+    """Return the location of a path without a slash at its end; None if there is no such route.
+
+    It is relative, since a proxy may have another scheme, host and root path than this server.
+    """
+    path = request.scope["path"].removesuffix("/")
+    name = path.rpartition("/")[2]
+    scope = {**request.scope, "path": path}
+    is_route = any(route.matches(scope)[0] is not Match.NONE for route in request.app.routes)
+    if not (name and is_route and request.scope["path"].endswith("/")):
+        return None
+    query = request.url.query
+    return f"../{quote(name)}?{query}" if query else f"../{quote(name)}"
 
 
 def _methods_of_path(request: Request) -> str:
