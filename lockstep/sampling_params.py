@@ -451,7 +451,10 @@ def _is_list_of_ids(value: Any) -> bool:
 def _is_bias(value: object) -> bool:
     if not isinstance(value, Mapping) or not is_ids(list(value)):
         return False
-    return all(isinstance(v, (int, float)) and -1e30 <= v <= 1e30 for v in value.values())
+    return all(
+        isinstance(v, (int, float)) and not isinstance(v, bool) and -1e30 <= v <= 1e30
+        for v in value.values()
+    )
 
 
 def _is_stop(value: object) -> bool:

@@ -617,6 +617,13 @@ class Processor:
         )
         return TextEnd(cut=True, stop=stop)
 
+    def reads_late_system(self, tools: list[dict[str, Any]] | None) -> bool:
+        """Return whether the chat template writes system messages after other messages.
+
+        Raises RequestError.
+        """
+        return self.template is None or self.template.choose(tools).findings.reads_late_system
+
     def template_reads(self, name: str) -> bool:
         """Return whether the chat template may read a field of this name."""
         return self.template is not None and name in self.template.names
