@@ -267,6 +267,8 @@ class AsyncLLM:
             chosen,
             priority,
             adapter=lora_request or "",
+            # Updates of an aborted request may arrive after its id was used again.
+            engine_id=f"{request_id}-{uuid.uuid4().hex}",
         )
         if request_id in self._groups:
             raise RequestError(
@@ -340,7 +342,7 @@ class OutputStream:
                 [(request, partial(self._put, i)) for i, request in enumerate(group.requests)]
             )
         except BaseException:
-            self._open.clear()  # none was queued: an abort would end another request of this id
+            self._open.clear()  # none was queued: there is nothing to abort
             self._close()
             raise
 
@@ -382,7 +384,7 @@ class OutputStream:
             if isinstance(update, TokenUpdate) and update.finish_reason is None:
                 self._client.abort(self._group.requests[index].id)  # a stop string ended it
         if not self._open:
-            self._groups.pop(self._group.id, None)
+            self._forget_group()
 
     def _output(self, updates: dict[int, list[TextUpdate]]) -> RequestOutput | None:
         """Return the output after these updates; None where the reader wants none yet."""
@@ -396,7 +398,12 @@ class OutputStream:
 
     def _close(self) -> None:
         """Abort unfinished completions and drop the request."""
-        self._groups.pop(self._group.id, None)
+        self._forget_group()
         for index in self._open:
             self._client.abort(self._group.requests[index].id)
         self._open.clear()
+
+    def _forget_group(self) -> None:
+        """Free the request's id, unless a later request has it already."""
+        if self._groups.get(self._group.id) is self._group:
+            del self._groups[self._group.id]
