@@ -532,6 +532,8 @@ class Processor:
         allows. conversation: the rendered prompt, whose answer may begin with reasoning. Compiles
         the grammar. Raises RequestError.
         """
+        # Callers may change their lists while the request waits or runs.
+        params = params.detached()
         if params.stop_strings and (self.tokenizer is None or not params.detokenize):
             raise RequestError("stop needs text; remove stop or detokenize=False.", "stop")
         max_new_tokens = self.max_model_len - len(token_ids)

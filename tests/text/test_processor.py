@@ -1,6 +1,8 @@
 """Prompts to requests, tokens to completions, and chat templates."""
 
+import pickle
 import time
+from types import MappingProxyType
 
 import pytest
 from hypothesis import given
@@ -44,6 +46,35 @@ def test_requests_fan_out(processor):
     (drawn,) = processor.requests("r", [1, 2], SamplingParams())
     (other,) = processor.requests("r", {"prompt_token_ids": [1, 2]}, SamplingParams())
     assert drawn.seed != other.seed and drawn.prompt_token_ids == [1, 2]
+
+
+def test_request_shares_no_list_with_the_parameters_of_its_caller(processor: Processor) -> None:
+    """Callers change their lists while requests wait, and some mappings cannot be pickled."""
+    bias, stops, word = {5: 1.5}, [3], [4, 6]
+    params = SamplingParams(
+        logit_bias=MappingProxyType(bias),  # type: ignore[arg-type]
+        allowed_token_ids=range(40),
+        bad_words_ids=(word,),
+        stop_token_ids=stops,
+        forced_token_ids=(1,),
+        prediction=range(3),
+        stop=("dog",),
+        seed=1,
+    )
+    (request,) = processor.requests("r", "fox", params)
+    bias[5] = 2.5
+    for tokens in (stops, word):
+        tokens.append(7)
+    assert pickle.loads(pickle.dumps(request.params)) == SamplingParams(
+        logit_bias={5: 1.5},
+        allowed_token_ids=list(range(40)),
+        bad_words_ids=[[4, 6]],
+        stop_token_ids=[3],
+        forced_token_ids=[1],
+        prediction=[0, 1, 2],
+        stop=["dog"],
+        seed=1,
+    )
 
 
 def test_completions_of_one_request_compile_their_grammar_once(processor, monkeypatch):
