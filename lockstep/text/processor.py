@@ -498,7 +498,7 @@ class Processor:
             )
         if len(ids) >= self.max_model_len:
             raise context_length_error(len(ids), self.max_model_len, field)
-        return list(ids)
+        return list(map(int, ids))  # other integers are no plain data
 
     def _max_prompt_tokens(self, params: SamplingParams) -> int:
         """Return how many tokens truncate_prompt_tokens keeps."""

@@ -4,6 +4,7 @@ import pickle
 import time
 from types import MappingProxyType
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,7 +62,8 @@ def test_request_shares_no_list_with_the_parameters_of_its_caller(processor: Pro
         stop=("dog",),
         seed=1,
     )
-    (request,) = processor.requests("r", "fox", params)
+    (request,) = processor.requests("r", list(np.arange(1, 3)), params)
+    assert list(map(type, request.prompt_token_ids)) == [int, int]
     bias[5] = 2.5
     for tokens in (stops, word):
         tokens.append(7)
