@@ -2,10 +2,11 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, MutableMapping
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakValueDictionary
 
 from lockstep.child_processes import on_end
 from lockstep.config import EngineConfig
@@ -105,7 +106,8 @@ class AsyncLLM:
             publisher.start(BlockFormat.of(facts.plan))
         self._client = AsyncEngine(transport, remedy=REMEDY, publisher=publisher)
         self._client.start()
-        self._groups: dict[str, RequestGroup] = {}
+        # A stream that nobody reads to its end is dropped with its group, which frees its id.
+        self._groups: MutableMapping[str, RequestGroup] = WeakValueDictionary()
         # Where this object goes without shutdown(), the engine ends with it.
         self._stop = on_end(self, self._client.shutdown)
 
@@ -328,7 +330,7 @@ class OutputStream:
         client: AsyncEngine,
         group: RequestGroup,
         kind: RequestOutputKind,
-        groups: dict[str, RequestGroup],
+        groups: MutableMapping[str, RequestGroup],
     ) -> None:
         self._client = client
         self._group = group

@@ -1,6 +1,7 @@
 """AsyncLLM streams the answers of LLM, and aborts them."""
 
 import asyncio
+import gc
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -125,6 +126,19 @@ def test_end_of_a_request_does_not_forget_a_later_one_of_its_id(client: AsyncLLM
         return [output async for output in later][-1]
 
     assert run(work()).outputs[0].finish_reason == "abort"
+
+
+def test_stream_that_is_dropped_frees_its_id_at_the_end(client: AsyncLLM) -> None:
+    async def work() -> None:
+        await client.add_request("same", TEXT, GREEDY)
+        while client._client.num_open:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0)  # the event loop delivers the last updates
+        gc.collect()
+        assert (await read(client, TEXT, GREEDY, "same"))[-1].finished
+
+    run(work())
+    assert not client._groups
 
 
 def test_invalid_requests_do_not_affect_others(client: AsyncLLM) -> None:
