@@ -115,7 +115,7 @@ class StructuredOutputsParams:
         ):
             if isinstance(text, str) and len(text) > limit:
                 raise self._refusal(name, f"at most {limit} characters")
-            if isinstance(text, str) and not _is_unicode(text):
+            if isinstance(text, str) and not is_unicode(text):
                 raise self._refusal(name, "Unicode text without lone surrogates")
 
     def _refusal(self, name: str, allowed: str) -> RequestError:
@@ -440,7 +440,8 @@ def _is_set(value: object) -> bool:
     return value is not None and value is not False
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Return whether a text has no lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:

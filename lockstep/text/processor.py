@@ -14,7 +14,13 @@ from lockstep.errors import RequestError, brief, context_length_error
 from lockstep.inputs import MAX_SALT, PROMPT_KEYS
 from lockstep.keywords import PROMPT, check_keywords
 from lockstep.outputs import CompletionOutput, Logprob
-from lockstep.sampling_params import SamplingParams, StructuredOutputsParams, is_ids, is_list
+from lockstep.sampling_params import (
+    SamplingParams,
+    StructuredOutputsParams,
+    is_ids,
+    is_list,
+    is_unicode,
+)
 from lockstep.scheduling.grammar import Grammar
 from lockstep.scheduling.request import Request, ScoredTokens
 from lockstep.text.generation_config import check_generation_config
@@ -957,10 +963,10 @@ def _salt_of(prompt: Prompt) -> str:
     salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
     if salt is None:
         return ""
-    if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_SALT:
+    if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_SALT or not is_unicode(salt):
         raise RequestError(
             f"cache_salt={brief(salt)} is not allowed; allowed: a text of 1 to {MAX_SALT} "
-            "characters. Correct it, or remove it.",
+            "characters without lone surrogates. Correct it, or remove it.",
             "cache_salt",
         )
     return salt

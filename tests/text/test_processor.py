@@ -107,6 +107,13 @@ def test_completions_of_one_request_compile_their_grammar_once(processor, monkey
     assert len(once) == 1, "an engine that does not know it compiles it once"
 
 
+@pytest.mark.parametrize("salt", ["", "x" * 257, "\ud800", 7])
+def test_salt_that_is_no_text_is_refused(processor: Processor, salt: object) -> None:
+    """KV events cannot have half of a surrogate pair."""
+    with pytest.raises(RequestError, match="cache_salt=.* is not allowed"):
+        processor.requests("r", {"prompt": "fox", "cache_salt": salt}, SamplingParams())
+
+
 def test_bad_words_include_a_leading_space(processor):
     tokenizer = processor.tokenizer
     (request,) = processor.requests("r", "a", SamplingParams(bad_words=["the", "z"]))
