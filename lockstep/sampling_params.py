@@ -115,7 +115,7 @@ class StructuredOutputsParams:
         ):
             if isinstance(text, str) and len(text) > limit:
                 raise self._refusal(name, f"at most {limit} characters")
-            if isinstance(text, str) and not _is_unicode(text):
+            if isinstance(text, str) and not is_unicode(text):
                 raise self._refusal(name, "Unicode text without lone surrogates")
 
     def _refusal(self, name: str, allowed: str) -> RequestError:
@@ -273,6 +273,13 @@ class SamplingParams:
         values = {name: getattr(self, name) for name in self.names()}
         return type(self)(**{**values, **changes})
 
+    def detached(self) -> "SamplingParams":
+        """Return a checked copy that shares no list or dict with its caller.
+
+        Its numbers, texts, lists and dicts are of Python's own types, which can be pickled.
+        """
+        return SamplingParams(**{name: _detached(getattr(self, name)) for name in self.names()})
+
     def to_json(self) -> dict[str, Any]:
         """Return all fields but output_kind as JSON values."""
         values = {name: getattr(self, name) for name in self.names() if name != "output_kind"}
@@ -411,12 +418,30 @@ class SamplingParams:
         return tuple(f.name for f in fields(cls))
 
 
+def _detached(value: Any) -> Any:
+    """Return a copy of a field's value in Python's own types; other objects are returned."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Mapping):
+        return {int(key): _detached(entry) for key, entry in value.items()}
+    if is_list(value):
+        # A list of ids may have half a million entries.
+        has_ints = set(map(type, value)) <= {int}
+        return list(value) if has_ints else [_detached(entry) for entry in value]
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, float) else value
+
+
 def _is_set(value: object) -> bool:
     """Return whether a field is set."""
     return value is not None and value is not False
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Return whether a text has no lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
