@@ -97,11 +97,15 @@ class Family:
 
 @dataclass(frozen=True)
 class WrittenRequest:
-    """Request with the values that it expresses, and the prompts that are cached before it."""
+    """Request with the values that it expresses, and the prompts that are cached before it.
+
+    num_tokens: tokens of its shortest completion.
+    """
 
     request: ScenarioRequest
     values: dict[str, str]
     warm: tuple[WarmPrefix, ...] = ()
+    num_tokens: int = 0
 
 
 @dataclass
@@ -167,7 +171,8 @@ class RequestWriter:
             if not self._is_accepted(draft):
                 draft.params = before
                 draft.refused.add(name)
-        self._refuse_unreached(draft, self._drop_errors(draft))
+        answers = self._drop_errors(draft)
+        self._refuse_unreached(draft, answers)
         preempted = values["preempted"]
         aborted = values["aborted"]
         forced = 0
@@ -189,7 +194,8 @@ class RequestWriter:
             conversation=draft.conversation,
         )
         kept = {name: value for name, value in values.items() if name not in draft.refused}
-        return WrittenRequest(request, kept, tuple(draft.warm))
+        num_tokens = min(len(answer.tokens) for answer in answers)
+        return WrittenRequest(request, kept, tuple(draft.warm), num_tokens)
 
     def _length(self, draft: Draft) -> int:
         """Choose the number of prompt tokens."""
