@@ -548,6 +548,16 @@ def _new_text_from(rng: random.Random, text: str, begin: int) -> int:
     return next(new, positions[0])
 
 
+def _other_strings(text: str, string: str) -> list[str]:
+    """Return strings that end no text at another place than a stop string does.
+
+    One never occurs. One is the end of the stop string, which is longer and ends the text.
+    """
+    end = string[1:]
+    ends_together = end and text.find(end) == text.find(string) + 1
+    return ["\N{SNOWMAN}", *([end] if ends_together else [])]
+
+
 def _stops(writer: RequestWriter, draft: Draft) -> None:
     """End the answer by tokens or a string of the output; min_tokens is near the first one."""
     rng = draft.rng
@@ -575,12 +585,13 @@ def _stops(writer: RequestWriter, draft: Draft) -> None:
         earliest = min(len(text) * (reach - 1) // len(probed.token_ids), len(text) - 4)
         earliest = max(earliest, 1)
         begin = _new_text_from(rng, text, earliest)
-        # The other string never occurs: the search has several strings.
-        absent = ["\N{SNOWMAN}"] if rng.random() < 0.4 else []
+        has_others = rng.random() < 0.4
         length = rng.randrange(2, 8)
         if length > 2:
             begin = writer.begin_across_tokens(probed, begin, earliest)
-        draft.params["stop"] = [text[begin : begin + length], *absent]
+        string = text[begin : begin + length]
+        others = _other_strings(text, string) if has_others else []
+        draft.params["stop"] = [*others, string]
         draft.params["include_stop_str_in_output"] = rng.random() < 0.5
         draft.params["ignore_eos"] = draft.is_usual("grammar")
         first = begin // 3
