@@ -46,6 +46,8 @@ GRAMMAR_TOKENS = (10, 20, 30)
 """max_tokens of answers with a grammar."""
 BUDGETS = (0, 2, 5)
 """Maximum tokens of thoughts."""
+THOUGHT_BIAS = 30.0
+"""Bias by which a token wins over all tokens without one."""
 SALT = "of another"
 WORDS = "the harbour was quiet that morning and the storm was not there for two boats".split()
 """Words of rendered prompts."""
@@ -510,6 +512,7 @@ def _bias(writer: RequestWriter, draft: Draft) -> None:
         bias = {t: rng.choice((-100.0, -3.0, 2.5, 6.0, 0.5)) for t in chosen}
     if draft.values["prompt"] == "thought ends" and writer.closing is not None:
         bias[writer.closing] = rng.choice((4.0, 8.0, 30.0))
+        _lengthen_thought(draft, writer.closing, bias)
     if draft.values["stop"] == "end of sequence" and writer.is_companion:
         # Random weights hardly ever end a text.
         for token in writer.plain.llm.processor.eos_ids:
@@ -517,6 +520,25 @@ def _bias(writer: RequestWriter, draft: Draft) -> None:
             bias[token] = rng.choice((4.0, 6.0, 30.0)) * max(draft.params["temperature"], 1.0)
     if bias:
         draft.params["logit_bias"] = bias
+
+
+def _lengthen_thought(draft: Draft, closing: int, bias: dict[int, float]) -> None:
+    """Put two tokens before the end of a thought whose answer then has a grammar.
+
+    The end is drafted after another draft then, and the grammar begins inside of a window. The bias
+    of the closing tag alone would make it the first token.
+    """
+    fits = draft.params["max_tokens"] >= SHORT[0]
+    if draft.is_usual("grammar") or not draft.is_usual("bad words") or not fits:
+        return
+    token = draft.prompt[len(draft.prompt) // 2]
+    scale = max(draft.params["temperature"], 1.0)
+    bias[closing] = THOUGHT_BIAS * scale
+    bias[token] = 2 * THOUGHT_BIAS * scale
+    draft.params["bad_words_ids"] = [[token] * 3]
+    if "allowed_token_ids" in draft.params:
+        allowed = {*draft.params["allowed_token_ids"], token}
+        draft.params["allowed_token_ids"] = sorted(allowed)
 
 
 def _bad_words(writer: RequestWriter, draft: Draft) -> None:
