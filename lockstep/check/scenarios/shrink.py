@@ -79,6 +79,7 @@ def _simpler_request(request: ScenarioRequest) -> Iterator[ScenarioRequest]:
         "speculate",
         "salt",
         "adapter",
+        "wrong",
         "forced",
     ):
         default: Any = getattr(plain, name)

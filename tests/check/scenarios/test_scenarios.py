@@ -123,7 +123,7 @@ def test_scenario_round_trips_through_json(tmp_path: Path, generator: ScenarioGe
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 99}, "version=99 of a scenario is not allowed; allowed: 6"),
+        ({"version": 99}, "version=99 of a scenario is not allowed; allowed: 7"),
         ({"kind": 5}, "the scenario is malformed"),
         ({"requests": [{"prompt": [1], "params": {"heat": 1}}]}, "params has .'heat'."),
         ({"requests": []}, "requests=0 is not allowed; allowed: whole numbers from 1 to 64"),
