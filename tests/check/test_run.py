@@ -139,6 +139,20 @@ def test_auto_drafting_is_that_of_a_server(model: str) -> None:
     assert (checked.rows, checked.drafting, checked.graphs[-1]) == (5, None, "none")
 
 
+def test_survivors_of_collections_are_frozen_until_the_end() -> None:
+    gc.unfreeze()
+    try:
+        collector = Collector()
+        with collector.freezing():
+            frozen = gc.get_freeze_count()
+            survivors = [[] for _ in range(1000)]
+            collector.collect()
+            assert gc.get_freeze_count() >= frozen + len(survivors)
+        assert not gc.get_freeze_count()
+    finally:
+        gc.freeze()
+
+
 def test_objects_that_the_caller_froze_stay_frozen() -> None:
     gc.freeze()
     try:

@@ -53,6 +53,8 @@ HOST_PAGES = {"none": (0,), "one": (1,), "few": (2, 5), "many": (MAX_HOST_PAGES,
 """Pages, and snapshots, of the host tier."""
 LAST_ARRIVAL = 16
 """Step before which twins arrive."""
+TWIN_LOGPROBS = 1
+"""Log-probabilities of the prompt of some twins, and of no other request."""
 OTHER_SALT = 0.3
 """Share of the twins with another salt than their request."""
 FILLER_PAGES = 8
@@ -300,10 +302,10 @@ def _undisturbed(rng: random.Random, written: WrittenRequest) -> WrittenRequest 
 
 
 def _rare_twins(rng: random.Random, written: list[WrittenRequest]) -> list[WrittenRequest]:
-    """Return twins of requests whose values make rare faults visible, unless they are aborted.
+    """Return twins of aborted requests that lose their row within their prompt to another request.
 
-    A prompt with log-probabilities loses its row within its prompt to another request, and the end
-    of a thought before a grammar is drafted.
+    A twin is not aborted, and its prompt has a number of log-probabilities that no other one has:
+    those of a chunk that is in flight must not be computed for the row's next request.
     """
     twins = []
     for one in written:
@@ -311,9 +313,12 @@ def _rare_twins(rng: random.Random, written: list[WrittenRequest]) -> list[Writt
         loses_row = request.preempt == (IN_PROMPT,) and request.returns != AT_ONCE
         usual = {name: USUAL[name] for name in ("aborted", "id")} | {"forced": "none"}
         if loses_row and request.params.get("prompt_logprobs") is not None and request.abort:
-            twin = replace(request, abort=NEVER, again=False, forced=0)
+            params = {**request.params, "prompt_logprobs": TWIN_LOGPROBS}
+            twin = replace(request, params=params, abort=NEVER, again=False, forced=0)
             twin = replace(twin, arrival=rng.randrange(2, LAST_ARRIVAL))
-            twins.append(WrittenRequest(twin, {**one.values, **usual}))
+            values = {**one.values, **usual}
+            values.pop("prompt logprobs", None)
+            twins.append(WrittenRequest(twin, values))
     return twins
 
 

@@ -57,7 +57,9 @@ from lockstep.check.scenarios.scenario import (
 from lockstep.check.scenarios.shrink import minimise, smaller
 from lockstep.cli import app
 from lockstep.errors import ConfigError
+from lockstep.outputs import ForcedMismatch
 from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.request import Request
 from lockstep.scheduling.scheduler import Scheduler
 from lockstep.scheduling.waiting_queue import WaitingQueue
 from lockstep.step import PAGE_SIZE
@@ -236,6 +238,39 @@ def test_answer_that_differs_is_named_before_its_metrics(
     assert difference.what.endswith("a metric is wrong") != flips
     assert (difference.request is None) != flips
     assert examiner._runner is None, "the next scenario gets a new engine"
+
+
+@pytest.mark.parametrize("reports", [False, True])
+@pytest.mark.parametrize("fault", ["none", "index", "end"])
+def test_wrong_forced_token_is_reported_where_it_is(
+    plain: PlainRuns,
+    build_kind: Callable[[Kind], CheckEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    reports: bool,
+    fault: str,
+) -> None:
+    """The answer ends before the token, or goes on with it."""
+    examiner = Examiner(plain, build_kind)
+    request = replace(SCENARIO.requests[0], forced=5, wrong=3, reports=reports)
+    scenario = replace(SCENARIO, requests=(request, SCENARIO.requests[1]))
+    if fault == "index":
+        monkeypatch.setattr(
+            "lockstep.scheduling.scheduler.ForcedMismatch",
+            lambda index, forced, chosen: ForcedMismatch(index - 1, forced, chosen),
+        )
+    if fault == "end":
+
+        def wrongly_ends(request: Request) -> bool:
+            """Go on where the answer must end, and end it where it must go on."""
+            is_there = request.metrics.forced_mismatch is not None
+            if is_there and request.params.forced_mismatch == "report":
+                request.finish_reason = "error"
+                return True
+            return False
+
+        monkeypatch.setattr(Request, "_ends_by_mismatch", wrongly_ends)
+    difference = examiner.examine(scenario).difference
+    assert (difference is None) == (fault == "none")
 
 
 def test_refused_scenario_does_not_count_as_differing(
