@@ -131,10 +131,9 @@ def test_end_of_a_request_does_not_forget_a_later_one_of_its_id(client: AsyncLLM
 def test_stream_that_is_dropped_frees_its_id_at_the_end(client: AsyncLLM) -> None:
     async def work() -> None:
         await client.add_request("same", TEXT, GREEDY)
-        while client._client.num_open:
+        while client._groups:  # until the event loop has delivered the last updates
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0)  # the event loop delivers the last updates
-        gc.collect()
+            gc.collect()
         assert (await read(client, TEXT, GREEDY, "same"))[-1].finished
 
     run(work())
