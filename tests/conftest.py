@@ -17,7 +17,12 @@ from lockstep.doctor import children
 from lockstep.engine import process_transport
 from lockstep.worker import local_ranks
 from tests.bundled_model import assert_idle, make_engine
-from tests.forked_processes import PRELOADED_MODULE, fork_context
+from tests.forked_processes import (
+    PRELOADED_MODULE,
+    fork_context,
+    start_fork_server,
+    use_fork_server,
+)
 from tests.pairwise import mark_uncovered
 
 SEARCH = (10_000, 10, 1_000)
@@ -32,6 +37,21 @@ if not torch.cuda.is_available():
 # A process has one fork server, with the imports that its first user names. All others' processes
 # would import what is missing, e.g. two seconds for each process of doctor.
 children.PRELOADED = local_ranks.PRELOADED = PRELOADED_MODULE
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Start the fork server that all xdist workers share, and pass its address to a worker.
+
+    Its imports take 3 s of CPU time.
+    """
+    node.workerinput["fork_server"] = start_fork_server()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Fork the processes of an xdist worker from the shared server."""
+    if address := getattr(config, "workerinput", {}).get("fork_server"):
+        use_fork_server(address)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,11 +1,14 @@
 """Imports that forked processes share: Torch, Triton, the ops, the engine, the server, doctor, and
 Triton's hash over its own files, which is part of its cache keys."""
+# ruff: noqa: E402
 
+import gc
 import os
 
 # Before Triton is imported: the interpreter has not replaced the kernels of forked processes, as it
 # may have in the process that started the fork server.
 os.environ.pop("TRITON_INTERPRET", None)
+gc.disable()  # it would look at the imported objects again and again
 
 import lockstep.cli.serve
 import lockstep.doctor.preload
@@ -21,3 +24,6 @@ except ImportError:
 else:
     triton_key()
 load()
+# Forked processes share the pages of these objects as long as no collection writes to them.
+gc.freeze()
+gc.enable()
