@@ -27,9 +27,23 @@ def fork_context() -> ForkServerContext:
 
 
 def start_fork_server() -> str:
-    """Start this process's fork server, unless it runs already, and return its address."""
+    """Start this process's fork server, unless it runs already, and return its address.
+
+    What its processes print is dropped: it would appear between the dots of all tests. A run
+    without xdist shows it with the test that failed.
+    """
     fork_context()
-    forkserver.ensure_running()
+    outputs = [(number, os.dup(number)) for number in (1, 2)]
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for number, _ in outputs:
+        os.dup2(nothing, number)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for number, output in outputs:
+            os.dup2(output, number)
+            os.close(output)
+        os.close(nothing)
     return forkserver._forkserver._forkserver_address
 
 
