@@ -1,6 +1,9 @@
 """Imports that forked processes share: Torch, Triton, the ops, the engine, the server, doctor, and
-Triton's hash over its own files, which is part of its cache keys; and what a process's first engine
-prepares, such as machine code, which takes 0.2 s of CPU time."""
+Triton's hash over its own files, which is part of its cache keys.
+
+They also share what the first engine of a process prepares, such as machine code. That takes 0.2 s
+of CPU time.
+"""
 # ruff: noqa: E402
 
 import gc
@@ -29,7 +32,7 @@ except ImportError:
 else:
     triton_key()
 load()
-# A forked process lacks the threads that several ones would start here.
+# Only the thread that forks exists in a forked process: torch must not start others here.
 num_threads = torch.get_num_threads()
 torch.set_num_threads(1)
 build_engine(EngineConfig.read(max_model_len=512, max_num_seqs=4, device="cpu"))
