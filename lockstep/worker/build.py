@@ -48,8 +48,8 @@ GPU_ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 
 GPU_PROMPT_BUCKETS = (64, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2048)
 """Token counts that a GPU's steps of few prompts are padded to: one graph for each.
 
-Launching a prompt step takes the host 58 to 96 ms whatever its tokens are, of which the device
-needs 20 for 64 tokens of Qwen3.6-27B (H200, 2026-11-30). Longer prompts bind the device.
+Launching a prompt step takes the host 56 to 96 ms, whatever its tokens are. The device runs 64
+tokens of Qwen3.6-27B in 17 ms (H200, 2026-11-30). For longer prompts the device is the bottleneck.
 """
 CPU_ROWS = 16
 """Default max_num_seqs of a CPU: more rows make no step faster."""
