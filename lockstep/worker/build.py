@@ -116,8 +116,8 @@ def pick_row_buckets(config: EngineConfig, device: str, rows: int) -> tuple[int,
 def pick_prompt_buckets(config: EngineConfig, graph_mode: str, limit: int) -> tuple[int, ...]:
     """Return the token counts that steps of few prompts are padded to, ascending.
 
-    Without whole graphs padding has no use, so only the user's own list pads there. limit: maximum
-    of max_num_batched_tokens, and of max_model_len: padding has positions like a row's tokens.
+    Padding helps graphs of whole steps alone, so without them the default is none. limit: the
+    smaller of max_num_batched_tokens and max_model_len, since padding tokens have positions too.
     """
     usual = GPU_PROMPT_BUCKETS if graph_mode == "full" else ()
     buckets = usual if config.prompt_buckets is None else config.prompt_buckets

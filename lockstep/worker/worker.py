@@ -38,7 +38,7 @@ from lockstep.worker.transfers import CopyStream, Transfers
 PROMPT_LOGPROB_TILE = 64
 """Positions per logits tile for a prompt's log-probabilities: bounds the memory of [tile, V]."""
 PADDED_PROMPTS = 7
-"""Maximum prompts of a padded step. Kernels launch CTAs for as many prompts of the whole step."""
+"""Maximum prompts of a padded step. Grids grow with it, since each may have all of its tokens."""
 
 
 def uniform_shapes(limits: StepLimits) -> list[StepShape]:
