@@ -127,8 +127,8 @@ SkipLayers = Annotated[tuple[SkippedLayer, ...], Field(max_length=1024), LIST_TO
 Rows = Annotated[int, Field(ge=1, le=MAX_ROWS)]
 RowBuckets = Annotated[tuple[Rows, ...], Field(min_length=1, max_length=MAX_ROWS), LIST_TO_TUPLE]
 MAX_PROMPT_BUCKETS = 64
-MAX_PROMPT_BUCKET = 1 << 14
-PromptBucket = Annotated[int, Field(ge=1, le=MAX_PROMPT_BUCKET)]
+MAX_BUCKET_TOKENS = 1 << 14
+PromptBucket = Annotated[int, Field(ge=1, le=MAX_BUCKET_TOKENS)]
 PromptBuckets = Annotated[
     tuple[PromptBucket, ...], Field(max_length=MAX_PROMPT_BUCKETS), LIST_TO_TUPLE
 ]
@@ -305,7 +305,7 @@ class EngineConfig(Settings):
         "token counts that steps of up to 7 prompts are padded to, one CUDA graph each; default: "
         "chosen for the device",
         allowed=f"a list of at most {MAX_PROMPT_BUCKETS} whole numbers from 1 to "
-        f"{MAX_PROMPT_BUCKET}, or an empty one for no padding",
+        f"{MAX_BUCKET_TOKENS}, or an empty one for no padding",
         remedy="Correct the list, or leave it out.",
     )
     steps_in_flight: Annotated[int, Field(ge=1, le=2)] | None = setting(

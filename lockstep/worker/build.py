@@ -48,8 +48,8 @@ GPU_ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 
 GPU_PROMPT_BUCKETS = (64, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2048)
 """Token counts that a GPU's steps of few prompts are padded to: one graph for each.
 
-Launching a prompt step takes the host 58 to 96 ms whatever its tokens are, of which the device
-needs 20 for 64 tokens of Qwen3.6-27B (H200, 2026-11-30). Longer prompts bind the device.
+Launching a prompt step takes the host 56 to 96 ms, whatever its tokens are. The device runs 64
+tokens of Qwen3.6-27B in 17 ms (H200, 2026-11-30). For longer prompts the device is the bottleneck.
 """
 CPU_ROWS = 16
 """Default max_num_seqs of a CPU: more rows make no step faster."""
@@ -116,8 +116,8 @@ def pick_row_buckets(config: EngineConfig, device: str, rows: int) -> tuple[int,
 def pick_prompt_buckets(config: EngineConfig, graph_mode: str, limit: int) -> tuple[int, ...]:
     """Return the token counts that steps of few prompts are padded to, ascending.
 
-    Without whole graphs padding has no use, so only the user's own list pads there. limit: maximum
-    of max_num_batched_tokens, and of max_model_len: padding has positions like a row's tokens.
+    Padding helps graphs of whole steps alone, so without them the default is none. limit: the
+    smaller of max_num_batched_tokens and max_model_len, since padding tokens have positions too.
     """
     usual = GPU_PROMPT_BUCKETS if graph_mode == "full" else ()
     buckets = usual if config.prompt_buckets is None else config.prompt_buckets

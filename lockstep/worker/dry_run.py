@@ -148,11 +148,12 @@ def step_bytes(program: Program, shape: StepShape) -> tuple[int, int]:
     counter = AllocationCounter()
     with counter:
         try:
-            outcome = program.decide(program.forward(shape))
+            forwarded = program.forward(shape)  # a graph keeps it, see peak_bytes()
+            outcome = program.decide(forwarded)
         except (RuntimeError, AssertionError) as error:  # torch asserts what it cannot do dry
             raise _unpredictable(shape, error) from error
         size = counter.peak, counter.live
-    del outcome
+    del forwarded, outcome
     return size
 
 

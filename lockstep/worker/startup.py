@@ -360,13 +360,12 @@ class Fitting:
         prompt_peak, _ = peak_bytes(program, prompt)
         uniform_peak, kept = peak_bytes(program, uniform)
         forced_peak, _ = peak_bytes(program, forced[-1])
+        eager_peak = max(prompt_peak, peak_bytes(program, largest_forced_step(limits))[0])
         padded_peak = padded_kept = 0
         if limits.prompt_buckets:
-            program.table.inputs.fill(query_lens=[limits.prompt_buckets[-1]])
-            padded = padded_prompt_step(limits, limits.prompt_buckets[-1])
-            padded_peak, padded_kept = peak_bytes(program, padded)
-            program.table.inputs.fill(query_lens=lengths)
-        eager_peak = max(prompt_peak, peak_bytes(program, largest_forced_step(limits))[0])
+            largest = limits.prompt_buckets[-1]
+            program.table.inputs.fill(query_lens=[largest])
+            padded_peak, padded_kept = peak_bytes(program, padded_prompt_step(limits, largest))
         graphs = limits.graph_mode != "none"
         working = max(max(uniform_peak, forced_peak) - kept, padded_peak - padded_kept)
         free, total = torch.cuda.mem_get_info()
@@ -404,11 +403,12 @@ def peak_bytes(program: Program, shape: StepShape) -> tuple[int, int]:
     torch.cuda.reset_peak_memory_stats()
     reserved = torch.cuda.memory_reserved()
     before = torch.cuda.memory_allocated()
-    outcome = program.decide(program.forward(shape))
+    forwarded = program.forward(shape)  # a graph keeps it, auxiliary hidden states included
+    outcome = program.decide(forwarded)
     torch.cuda.synchronize()
     kept = torch.cuda.memory_allocated() - before
     peak = torch.cuda.max_memory_reserved() - reserved
-    del outcome
+    del forwarded, outcome
     torch.cuda.empty_cache()
     return peak, kept
 

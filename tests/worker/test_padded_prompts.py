@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep import LLM
 from lockstep.scheduling.schedule import RowSpec
@@ -13,6 +14,7 @@ from lockstep.step import StepShape
 from lockstep.worker.executor import worker_of
 from lockstep.worker.program import Outcome
 from lockstep.worker.step_observer import StepObserver
+from lockstep.worker.step_timer import StepTimer
 from lockstep.worker.worker import PADDED_PROMPTS, prompt_step
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, make_engine
 
@@ -108,3 +110,21 @@ def test_engines_pad_prompts_only_where_graphs_are_used() -> None:
     assert make_engine(None).engine.plan.prompt_buckets == ()
     plan = make_engine(None, prompt_buckets=(4096, 64, 64), max_num_batched_tokens=512).engine.plan
     assert plan.prompt_buckets == (64,), "ascending, none above max_num_batched_tokens"
+
+
+@pytest.mark.parametrize(("device_ms", "captured"), [((1.9, 2.1, 1.9), 1), ((1.0, 1.5, 1.9), 3)])
+def test_prompts_are_captured_up_to_the_first_that_takes_longer_than_its_launches(
+    device_ms: tuple[float, ...], captured: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = worker_of(make_engine(None, prompt_buckets=BUCKETS).engine)
+    host_seconds = iter((0.0, 9.0, 9.0, 9.002))  # the first run compiles, the second takes 2 ms
+    device_times = iter(device_ms)
+
+    class FakeTimer(StepTimer):
+        def wait(self) -> None:
+            self.began, self.ended = 0.0, next(device_times) / 1000
+
+    monkeypatch.setattr("lockstep.worker.worker.perf_counter", lambda: next(host_seconds))
+    monkeypatch.setattr("lockstep.worker.worker.StepTimer", FakeTimer)
+    with torch.inference_mode():
+        assert worker._capture_prompts() == BUCKETS[:captured]

@@ -165,12 +165,12 @@ def _run_chunks(
     k_beta = k * beta
     triangular = (k_beta @ k.transpose(-1, -2) * decay).tril_(-1).add_(torch.eye(GRID))
     grown = torch.exp(g)[..., None]
-    # BLAS solves in place, column by column; torch would copy operands of another layout.
-    right = v.new_empty(chunks, hv, v.shape[-1] + k.shape[-1], GRID).mT
-    torch.mul(v, beta, out=right[..., : v.shape[-1]])
-    torch.mul(k_beta, grown, out=right[..., v.shape[-1] :])
+    # BLAS solves in place, column by column; torch would copy a right-hand side of another layout.
+    rhs = v.new_empty(chunks, hv, v.shape[-1] + k.shape[-1], GRID).mT
+    torch.mul(v, beta, out=rhs[..., : v.shape[-1]])
+    torch.mul(k_beta, grown, out=rhs[..., v.shape[-1] :])
     solved = torch.linalg.solve_triangular(
-        triangular, right, upper=False, unitriangular=True, out=right
+        triangular, rhs, upper=False, unitriangular=True, out=rhs
     )
     u, w = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     scores = (q @ k.transpose(-1, -2)) * decay
