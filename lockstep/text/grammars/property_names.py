@@ -8,6 +8,7 @@ patternProperties with the same schema allow the same objects.
 import re
 from typing import Any
 
+from lockstep.text.grammars.json_schema import UNSUPPORTED_PATTERN
 from lockstep.text.grammars.rewriting import NOTES, rewrite
 
 SPECIAL = re.compile(r"([\\^$.|?*+()\[\]{}])")
@@ -38,7 +39,8 @@ def _pattern_of(names: Any) -> str | None:
         return None
     ((keyword, value),) = form.items()
     if keyword == "pattern" and isinstance(value, str):
-        return value
+        # Tools that are not strict drop propertyNames, but no pattern of patternProperties.
+        return None if UNSUPPORTED_PATTERN.search(value) else value
     texts = {"enum": value, "const": [value]}.get(keyword)
     if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
         return None
