@@ -8,7 +8,7 @@ patternProperties with the same schema allow the same objects.
 import re
 from typing import Any
 
-from lockstep.text.grammars.json_schema import UNSUPPORTED_PATTERN
+from lockstep.text.grammars.json_schema import UNSUPPORTED_PATTERN, schemas_in
 from lockstep.text.grammars.rewriting import NOTES, rewrite
 
 SPECIAL = re.compile(r"([\\^$.|?*+()\[\]{}])")
@@ -18,10 +18,13 @@ Json = dict[str, Any]
 
 def replace_property_names(schema: Any) -> Any:
     """Return the schema with patternProperties instead of propertyNames, where they are equal."""
+    # zod-to-json-schema refers to the place of a schema's first use, which must not move.
+    references = [node.get("$ref") for _, node in schemas_in(schema) if isinstance(node, dict)]
+    is_referenced = any("/additionalProperties" in str(reference) for reference in references)
 
     def change(node: Json) -> Json:
         pattern = _pattern_of(node.get("propertyNames"))
-        if pattern is None or "properties" in node or "patternProperties" in node:
+        if pattern is None or "properties" in node or "patternProperties" in node or is_referenced:
             return node
         remaining = {key: value for key, value in node.items() if key != "propertyNames"}
         values = {pattern: node.get("additionalProperties", True)}

@@ -91,6 +91,17 @@ def test_names_of_an_unsupported_pattern_stay_property_names(pattern: str) -> No
         schema_of(schema, "field")
 
 
+def test_schema_that_a_reference_points_to_stays_in_place() -> None:
+    """zod-to-json-schema refers to the place of a schema's first use."""
+    counts = {"type": "object", "propertyNames": {"enum": ["a"]}, "additionalProperties": INTEGER}
+    total = {"$ref": "#/properties/counts/additionalProperties"}
+    schema = {"type": "object", "properties": {"counts": counts, "total": total}}
+    kept = schema_of(schema, "tools", strict=False)["properties"]["counts"]
+    assert kept == {"type": "object", "additionalProperties": INTEGER}
+    with pytest.raises(RequestError, match="propertyNames"):
+        schema_of(schema, "field")
+
+
 def test_copies_for_names_are_bounded() -> None:
     value = {"type": "string", "enum": ["x" * 1000]}
     names = {"enum": [f"name{i}" for i in range(1000)]}
