@@ -280,6 +280,13 @@ class SamplingParams:
         """
         return SamplingParams(**{name: _detached(getattr(self, name)) for name in self.names()})
 
+    def without_structured_outputs(self) -> "SamplingParams":
+        """Return the parameters for a process that gets the grammar apart from them.
+
+        A schema may have objects that cannot be pickled, such as a pydantic model.
+        """
+        return self if self.structured_outputs is None else self.clone(structured_outputs=None)
+
     def to_json(self) -> dict[str, Any]:
         """Return all fields but output_kind as JSON values."""
         values = {name: getattr(self, name) for name in self.names() if name != "output_kind"}

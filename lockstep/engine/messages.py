@@ -1,7 +1,7 @@
 """Messages between an engine's process and the server: plain data, pickled."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.cache.block_log import BlockEvent
@@ -18,7 +18,7 @@ class EngineRequest:
     """Request as plain data, with the fields of Request.
 
     seed, cache_salt, adapter, speculate, num_resumed, failures: see Request. grammar: the recipe of
-    its grammar, None without one. params: without the form that the recipe replaces.
+    its grammar, None without one. params: without structured_outputs.
     """
 
     id: str
@@ -38,14 +38,10 @@ class EngineRequest:
     @classmethod
     def of(cls, request: Request) -> "EngineRequest":
         """Return the plain data of a request."""
-        params = request.params
-        if params.structured_outputs is not None:
-            # A client's schema may have mappings that do not pickle.
-            params = replace(params, structured_outputs=None)
         return cls(
             request.id,
             request.prompt_token_ids,
-            params,
+            request.params.without_structured_outputs(),
             request.priority,
             request.metrics,
             request.eos_token_ids,

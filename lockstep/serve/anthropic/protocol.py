@@ -63,7 +63,7 @@ def _require_text(kind: Any) -> Any:
 
 
 class PlainText(TextBlock):
-    """Text of the system prompt or of a tool's result, where no other block is allowed."""
+    """Text of the system prompt, where no other block is allowed."""
 
     type: Annotated[Literal["text"], BeforeValidator(_require_text)]
 

@@ -82,30 +82,35 @@ class OfferedTools:
     """Tools of a request, and the names of those that the model may call."""
 
     def __init__(self, tools: Sequence[SentTool]) -> None:
-        self._tools = list(tools)
-        self._names = {tool.name for tool in tools if not tool.defer_loading}
+        self._sent = tools
+        self._defined: dict[str, SentTool] = {}
+        self._known = {tool.name for tool in tools}
+        self._offered = {tool.name for tool in tools if not tool.defer_loading}
 
     def define(self, tool: SentTool) -> None:
         """Offer a tool that a message defines, instead of another one of its name."""
-        self._tools = [other for other in self._tools if other.name != tool.name] + [tool]
-        self._names.add(tool.name)
+        self._defined.pop(tool.name, None)  # the latest definition is the last tool
+        self._defined[tool.name] = tool
+        self._known.add(tool.name)
+        self._offered.add(tool.name)
 
     def add(self, name: str, path: str) -> None:
         """Offer a tool. path: of the block that names it. Raises RequestError."""
         self._check(name, path)
-        self._names.add(name)
+        self._offered.add(name)
 
     def remove(self, name: str, path: str) -> None:
         """Withdraw a tool. path: of the block that names it. Raises RequestError."""
         self._check(name, path)
-        self._names.discard(name)
+        self._offered.discard(name)
 
     def tools(self) -> list[SentTool]:
         """Return the tools that are offered."""
-        return [tool for tool in self._tools if tool.name in self._names]
+        sent = [tool for tool in self._sent if tool.name not in self._defined]
+        return [tool for tool in (*sent, *self._defined.values()) if tool.name in self._offered]
 
     def _check(self, name: str, path: str) -> None:
-        if all(tool.name != name for tool in self._tools):
+        if name not in self._known:
             raise RequestError(
                 f"{path} names the tool {brief(name)}; allowed: a tool that the request defines. "
                 "Send its definition among tools.",

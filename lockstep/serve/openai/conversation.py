@@ -274,11 +274,11 @@ def merge_system_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def late_system_as_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with late ones of the system as messages of the user.
+    """Convert system messages after other messages to messages of the user.
 
-    Agents add system messages in the middle of a conversation, and many templates accept one at the
+    Agents add system messages in the middle of a conversation. Many templates accept one at the
     beginning only. Moving them there would change the beginning of the prompt, so that no prefix of
-    the conversation would be cached. The tags are those of Claude Code for models without such
+    the conversation would be cached. Claude Code uses the same tags for models without such
     messages.
     """
     num_leading = len(list(takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages)))

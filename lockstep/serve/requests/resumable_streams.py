@@ -57,7 +57,10 @@ class ResumableStream:
         return EventStream(events, self.event_log.named_events, self._leave, headers)
 
     def end(self, error: Exception | None = None) -> None:
-        """End the request and forget its events. error: what readers of a part of it get last."""
+        """End the request and forget its events.
+
+        error: last event for readers, where the answer is not complete.
+        """
         self._stop_timer()
         self._streams.remove(self)
         self.writer.active.drop_record()

@@ -74,8 +74,11 @@ def probe(render: Render) -> TemplateFindings:
     if tools is not None and FIRST not in tools:
         lost.append(TOOLS)
     content = [{"type": "text", "text": FIRST}] if "system" in only_parts else FIRST
-    late = _render(render, [_USER, {"role": "system", "content": content}, _USER])
-    reads_late_system = late is not None and FIRST in late
+    system = {"role": "system", "content": content}
+    # A template whose roles alternate may refuse either conversation.
+    histories = ([_USER, {"role": "assistant", "content": "Hi"}], [_USER])
+    late = [_render(render, [*history, system, _USER]) for history in histories]
+    reads_late_system = any(text is not None and FIRST in text for text in late)
     return TemplateFindings(frozenset(parts), frozenset(only_parts), tuple(lost), reads_late_system)
 
 

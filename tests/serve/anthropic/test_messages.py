@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
+from lockstep.serve.anthropic.tool_changes import OfferedTools, SentTool
 from lockstep.serve.app import create_app
 from lockstep.serve.requests.service import Service
 from lockstep.text.processor import Processor
@@ -153,6 +155,29 @@ def test_change_of_an_unknown_tool_is_refused(
     messages = [*USER, {"role": "system", "content": [block]}, *USER]
     answer = post(server, PATH, messages=messages, tools=[tool("a")], max_tokens=9)
     assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
+
+
+def test_many_definitions_of_tools_are_read_quickly() -> None:
+    """A body has room for 13,000 of them. They are read in the event loop."""
+    tools = [SentTool(name=f"t{i}", input_schema={}) for i in range(13_000)]
+    offered = OfferedTools([])
+    begin = time.process_time()
+    for tool in tools:
+        offered.define(tool)
+        offered.add(tool.name, "messages[0]")
+    assert time.process_time() - begin < 0.5
+    assert offered.tools() == tools
+
+
+def test_definition_replaces_the_tools_of_its_name() -> None:
+    sent = [SentTool(name=name, input_schema={}) for name in ("a", "b", "a", "c")]
+    offered = OfferedTools(sent)
+    late, latest = (SentTool(name="a", input_schema={}, description=d) for d in ("old", "new"))
+    other = SentTool(name="d", input_schema={})
+    for tool in (late, other, latest):
+        offered.define(tool)
+    offered.remove("c", "messages[0]")
+    assert offered.tools() == [sent[1], other, latest]
 
 
 def test_thinking_text_and_tool_use_blocks_are_in_order(server: Any) -> None:

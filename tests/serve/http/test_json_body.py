@@ -85,6 +85,18 @@ def test_half_of_a_surrogate_pair_is_refused(
     assert result.json()["error"]["param"] == field
 
 
+@pytest.mark.parametrize(
+    "body",
+    [b'["\\ud83d"' + b", 1" * 150_000 + b"]", b"[" + b"1, " * 150_000 + rb'"\ud83d"]', HALF],
+    ids=["first entry", "last entry", "no list"],
+)
+def test_search_for_half_of_a_surrogate_pair_is_bounded(body: bytes) -> None:
+    """A list in a small body has 250,000 entries. A search of all took 0.2 s in the event loop."""
+    place = r"^\[0\]: character 0 is" if body.startswith(b'["') else "^the body has"
+    with pytest.raises(RequestError, match=f"{place} half of a surrogate pair"):
+        asyncio.run(BodyReader().read(body))
+
+
 def test_invalid_utf8_of_half_a_surrogate_pair_is_refused(server: Any) -> None:
     result = send(server, b'{"messages": [{"role": "user", "content": "\xed\xa0\xbd"}]}')
     assert "messages[0].content: character 0 is half" in result.json()["error"]["message"]

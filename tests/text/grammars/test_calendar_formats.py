@@ -2,7 +2,6 @@
 
 import re
 from datetime import date, datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +11,8 @@ from lockstep.text.grammars.calendar_formats import PATTERNS
 from lockstep.text.grammars.compiler import Compiler
 from lockstep.text.grammars.structured_output import compile_structured_output
 from lockstep.text.tokenizers.tokenizer import Tokenizer
-from tests.masks import masks_of
-
-MODEL = Path(__file__).parents[3] / "lockstep" / "assets" / "model"
+from tests.text.grammars.test_references import accepts
+from tests.text.grammars.test_structured_output import MODEL
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +23,7 @@ def compiler() -> Compiler:
 
 def allows(compiler: Compiler, schema: dict[str, Any], text: str) -> bool:
     """Return whether an answer of this schema may be this text in quotes."""
-    matcher = compile_structured_output(StructuredOutputsParams(json=schema), compiler)
-    for token in compiler.tokenizer.encode(f'"{text}"', add_special_tokens=False):
-        (mask,) = masks_of(matcher)
-        if not mask[token >> 3] >> (token & 7) & 1:
-            return False
-        matcher.accept([token])
-    (mask,) = masks_of(matcher)
-    return all(mask[end >> 3] >> (end & 7) & 1 for end in compiler.ends)
+    return accepts(compiler, schema, f'"{text}"')
 
 
 def exists(text: str) -> bool:

@@ -50,7 +50,5 @@ def test_schema_with_look_around_compiles(pattern: str, strict: bool) -> None:
     schema: dict[str, Any] = {"type": "object", "properties": {"x": value}, "required": ["x"]}
     assert compile_structured_output(StructuredOutputsParams(json=schema), compiler)
     # Tools that are not strict drop other patterns with look-around.
-    assert (
-        schema_of(schema, "tools", strict)["properties"]["x"]["pattern"]
-        in (EQUAL_PATTERNS[pattern])
-    )
+    kept = schema_of(schema, "tools", strict)
+    assert kept["properties"]["x"]["pattern"] == EQUAL_PATTERNS[pattern]

@@ -9,12 +9,11 @@ import pytest
 from pydantic import create_model
 
 from lockstep.errors import RequestError
-from lockstep.sampling_params import StructuredOutputsParams
 from lockstep.text.grammars.compiler import Compiler
-from lockstep.text.grammars.structured_output import compile_structured_output, schema_of
+from lockstep.text.grammars.structured_output import schema_of
 from lockstep.text.tokenizers.tokenizer import Tokenizer
-from tests.masks import masks_of
-from tests.text.grammars.test_calendar_formats import MODEL
+from tests.text.grammars.test_references import accepts
+from tests.text.grammars.test_structured_output import MODEL
 
 INTEGER = {"type": "integer"}
 ODD = ["a.b", "a b", "(", "^", "é", "a|b", "/", "-", "a\\b", '"']
@@ -35,18 +34,6 @@ def compiler() -> Compiler:
     return Compiler(tokenizer, len(tokenizer), tokenizer.eos_ids)
 
 
-def allows(compiler: Compiler, schema: dict[str, Any], text: str) -> bool:
-    """Return whether an answer of this schema may be this text."""
-    matcher = compile_structured_output(StructuredOutputsParams(json=schema), compiler)
-    for token in compiler.tokenizer.encode(text, add_special_tokens=False):
-        (mask,) = masks_of(matcher)
-        if not mask[token >> 3] >> (token & 7) & 1:
-            return False
-        matcher.accept([token])
-    (mask,) = masks_of(matcher)
-    return all(mask[end >> 3] >> (end & 7) & 1 for end in compiler.ends)
-
-
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_property_names_are_enforced(compiler: Compiler, schema: dict[str, Any]) -> None:
     schema = {"type": "object", **schema}
@@ -62,7 +49,7 @@ def test_property_names_are_enforced(compiler: Compiler, schema: dict[str, Any])
             # An answer has the properties in the order of the schema.
             orders = itertools.permutations(one.items())
             texts = [json.dumps(dict(order), ensure_ascii=False) for order in orders]
-            assert any(allows(compiler, schema, text) for text in texts) == valid, one
+            assert any(accepts(compiler, schema, text) for text in texts) == valid, one
     assert num_valid
 
 
@@ -70,8 +57,8 @@ def test_keys_of_pydantic_are_enforced(compiler: Compiler) -> None:
     model = create_model("Model", counts=(dict[Literal["a", "b"], int], ...))
     schema = model.model_json_schema()
     assert "propertyNames" in schema["properties"]["counts"]
-    assert allows(compiler, schema, '{"counts": {"a": 1}}')
-    assert not allows(compiler, schema, '{"counts": {"c": 1}}')
+    assert accepts(compiler, schema, '{"counts": {"a": 1}}')
+    assert not accepts(compiler, schema, '{"counts": {"c": 1}}')
 
 
 @pytest.mark.parametrize(
@@ -93,6 +80,26 @@ def test_other_property_names_are_refused(names: Any) -> None:
     with_names = {"type": "object", "propertyNames": {"enum": ["a"]}, "properties": {"a": {}}}
     with pytest.raises(RequestError, match="propertyNames"):
         schema_of(with_names, "field")
+
+
+@pytest.mark.parametrize("pattern", [r"^(?!_)", r"^(.)\1$"])
+def test_names_of_an_unsupported_pattern_stay_property_names(pattern: str) -> None:
+    """Tools that are not strict drop these, but would be refused with patternProperties."""
+    schema = {"type": "object", "propertyNames": {"pattern": pattern}}
+    assert schema_of(schema, "tools", strict=False) == {"type": "object"}
+    with pytest.raises(RequestError, match="propertyNames"):
+        schema_of(schema, "field")
+
+
+def test_schema_that_a_reference_points_to_stays_in_place() -> None:
+    """zod-to-json-schema refers to the place of a schema's first use."""
+    counts = {"type": "object", "propertyNames": {"enum": ["a"]}, "additionalProperties": INTEGER}
+    total = {"$ref": "#/properties/counts/additionalProperties"}
+    schema = {"type": "object", "properties": {"counts": counts, "total": total}}
+    kept = schema_of(schema, "tools", strict=False)["properties"]["counts"]
+    assert kept == {"type": "object", "additionalProperties": INTEGER}
+    with pytest.raises(RequestError, match="propertyNames"):
+        schema_of(schema, "field")
 
 
 def test_copies_for_names_are_bounded() -> None:
