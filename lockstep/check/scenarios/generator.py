@@ -306,8 +306,8 @@ def _twins_of_moved_prompts(
 ) -> list[WrittenRequest]:
     """Return twins of aborted requests that lose their row within their prompt to another request.
 
-    A twin is not aborted, and its prompt has a number of log-probabilities that no other one has:
-    those of a chunk that is in flight must not be computed for the row's next request.
+    A twin is not aborted, and no other request has its number of prompt log-probabilities. Those of
+    a chunk that is in flight must not be computed for the row's next request.
     """
     twins = []
     for one in written:

@@ -161,7 +161,7 @@ class ScenarioRunner:
             raise InvariantError(f"request {request.id}: {fault}")
 
     def _check_forced(self, progress: Progress, scenario: Scenario, plain: PlainRuns) -> None:
-        """Check which forced token of a completion was reported as wrong, and that it ended there.
+        """Check which forced token was reported as wrong, and that the answer ended if it must.
 
         Raises InvariantError.
         """
