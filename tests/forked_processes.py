@@ -29,8 +29,8 @@ def fork_context() -> ForkServerContext:
 def start_fork_server() -> str:
     """Start this process's fork server, unless it runs already, and return its address.
 
-    What its processes print is dropped: it would appear between the dots of all tests. A run
-    without xdist shows it with the test that failed.
+    What its processes print is dropped, since pytest cannot capture it for a test. A run without
+    xdist shows it with the test that failed.
     """
     fork_context()
     outputs = [(number, os.dup(number)) for number in (1, 2)]
@@ -51,7 +51,7 @@ def use_fork_server(address: str) -> None:
     """Fork this process's processes from the fork server of another process."""
     server = forkserver._forkserver
     server._forkserver_address = address
-    # A fork server ends with the last process that has its pipe, which this process does not have.
+    # Each request to fork sends the pipe that keeps the server alive. The other process has it.
     server._forkserver_alive_fd = os.pipe()[1]
     _start_no_fork_server()
 
@@ -77,8 +77,16 @@ def engine_of_program(pid: int) -> int:
     """Return the engine of a forked program that has called fork_engines()."""
     server = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     name = _name_of_engine(pid)
-    (engine,) = [c for c in children_of(server) if name == Path(f"/proc/{c}/comm").read_text()[:-1]]
+    (engine,) = [child for child in children_of(server) if _name_of(child) == name]
     return engine
+
+
+def _name_of(pid: int) -> str:
+    """Return the name of a process, "" if it has ended: the server forks for other tests too."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()[:-1]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def _name_of_engine(parent: int | None) -> str:

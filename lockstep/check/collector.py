@@ -8,7 +8,8 @@ from contextlib import contextmanager
 class Collector:
     """Collector of dead engines, whose objects refer to each other.
 
-    All engines that are alive at a collection must live as long as the check.
+    All engines that are alive at a collection must live as long as the check. Later collections
+    do not free them.
     """
 
     def __init__(self) -> None:
@@ -18,8 +19,8 @@ class Collector:
     def freezing(self) -> Iterator[None]:
         """Exclude the survivors of collections in the context from later ones.
 
-        Nothing is excluded if the caller has frozen objects: they could not be told apart from the
-        check's objects, which unfreeze() must release at the end.
+        Nothing is excluded if the caller has frozen objects, which gc.unfreeze() would release at
+        the end.
         """
         if gc.get_freeze_count():
             yield

@@ -162,7 +162,7 @@ class ScenarioGenerator:
         requests = self._scheduled(rng, written)
         chosen = [one for one in written if rng.random() < self.twins]
         twins = [twin for one in chosen if (twin := _undisturbed(rng, one)) is not None]
-        twins += _rare_twins(random.Random(f"twins {self.seed} {index}"), written)
+        twins += _twins_of_moved_prompts(random.Random(f"twins {self.seed} {index}"), written)
         # No value counts as met by a request whose answer ends at a wrong token.
         wrong = _with_wrong_token(random.Random(f"wrong {self.seed} {index}"), written)
         requests = (*requests, *(twin.request for twin in twins), *wrong)
@@ -301,24 +301,32 @@ def _undisturbed(rng: random.Random, written: WrittenRequest) -> WrittenRequest 
     return WrittenRequest(replace(undisturbed, arrival=arrival), values)
 
 
-def _rare_twins(rng: random.Random, written: list[WrittenRequest]) -> list[WrittenRequest]:
+def _twins_of_moved_prompts(
+    rng: random.Random, written: list[WrittenRequest]
+) -> list[WrittenRequest]:
     """Return twins of aborted requests that lose their row within their prompt to another request.
 
-    A twin is not aborted, and its prompt has a number of log-probabilities that no other one has:
-    those of a chunk that is in flight must not be computed for the row's next request.
+    A twin is not aborted, and no other request has its number of prompt log-probabilities. Those of
+    a chunk that is in flight must not be computed for the row's next request.
     """
     twins = []
     for one in written:
         request = one.request
+        has_logprobs = request.params.get("prompt_logprobs") is not None
         loses_row = request.preempt == (IN_PROMPT,) and request.returns != AT_ONCE
-        usual = {name: USUAL[name] for name in ("aborted", "id")} | {"forced": "none"}
-        if loses_row and request.params.get("prompt_logprobs") is not None and request.abort:
-            params = {**request.params, "prompt_logprobs": TWIN_LOGPROBS}
-            twin = replace(request, params=params, abort=NEVER, again=False, forced=0)
-            twin = replace(twin, arrival=rng.randrange(2, LAST_ARRIVAL))
-            values = {**one.values, **usual}
-            values.pop("prompt logprobs", None)
-            twins.append(WrittenRequest(twin, values))
+        if not (loses_row and has_logprobs and request.abort != NEVER):
+            continue
+        twin = replace(
+            request,
+            params={**request.params, "prompt_logprobs": TWIN_LOGPROBS},
+            arrival=rng.randrange(2, LAST_ARRIVAL),
+            abort=NEVER,
+            again=False,
+            forced=0,
+        )
+        values = {**one.values, "aborted": USUAL["aborted"], "id": USUAL["id"], "forced": "none"}
+        values.pop("prompt logprobs", None)
+        twins.append(WrittenRequest(twin, values))
     return twins
 
 

@@ -571,13 +571,13 @@ def _new_text_from(rng: random.Random, text: str, begin: int) -> int:
 
 
 def _other_strings(text: str, string: str) -> list[str]:
-    """Return strings that end no text at another place than a stop string does.
+    """Return more stop strings, with which `string` still ends the text.
 
-    One never occurs. One is the end of the stop string, which is longer and ends the text.
+    The first never occurs. The second ends where `string` ends, and the longest match counts.
     """
     end = string[1:]
-    ends_together = end and text.find(end) == text.find(string) + 1
-    return ["\N{SNOWMAN}", *([end] if ends_together else [])]
+    ends_together = text.find(end) == text.find(string) + 1
+    return ["\N{SNOWMAN}", end] if ends_together else ["\N{SNOWMAN}"]
 
 
 def _stops(writer: RequestWriter, draft: Draft) -> None:

@@ -161,7 +161,7 @@ class ScenarioRunner:
             raise InvariantError(f"request {request.id}: {fault}")
 
     def _check_forced(self, progress: Progress, scenario: Scenario, plain: PlainRuns) -> None:
-        """Check which forced token of a completion was reported as wrong, and that it ended there.
+        """Check which forced token was reported as wrong, and that the answer ended if it must.
 
         Raises InvariantError.
         """
@@ -179,7 +179,11 @@ class ScenarioRunner:
             return
         output = request.output_token_ids
         if progress.request.reports:
-            goes_on = output[: len(request.forced_token_ids)] == list(request.forced_token_ids)
+            num_forced = len(request.forced_token_ids)
+            if isinstance(progress.completion.text.output.stop_reason, str):
+                # The wrong token's text may have a stop string, which ends the answer early.
+                num_forced = min(num_forced, max(len(output), expected.index + 1))
+            goes_on = output[:num_forced] == list(request.forced_token_ids[:num_forced])
         else:
             goes_on = (request.finish_reason, len(output)) != ("error", expected.index)
         if goes_on != progress.request.reports:
@@ -315,15 +319,16 @@ def _add_plain_tokens(
 def _before_wrong(progress: Progress, answer: Answer) -> Answer:
     """Return the part of an answer that must be a prefix of the plain one."""
     wrong = progress.request.wrong
-    if wrong == NONE_WRONG or wrong >= len(answer.tokens):
+    if wrong == NONE_WRONG:
         return answer
-    # The text of a reported token's answer goes on with that token.
+    goes_on = wrong < len(answer.tokens)
     return replace(
         answer,
         tokens=answer.tokens[:wrong],
         logprobs=answer.logprobs[:wrong],
         digests=answer.digests[:wrong],
-        text="",
+        # The wrong token's text follows, or U+FFFD for the bytes of a part of a character.
+        text="" if goes_on else answer.text.rstrip("\N{REPLACEMENT CHARACTER}"),
     )
 
 

@@ -25,7 +25,7 @@ VERSION = 7
 MAX_MODEL_LEN = 640
 """max_model_len of the engines that run scenarios."""
 PROMPT_BUCKETS = (64, 128, 256, 384)
-"""Token counts that prompt steps are padded to, where they are."""
+"""Token counts to which some kinds of engines pad prompt steps."""
 MAX_PAGES = 64
 MAX_SNAPSHOTS = 16
 MAX_HOST_PAGES = 16

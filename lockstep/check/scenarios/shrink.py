@@ -80,6 +80,7 @@ def _simpler_request(request: ScenarioRequest) -> Iterator[ScenarioRequest]:
         "salt",
         "adapter",
         "wrong",
+        "reports",
         "forced",
     ):
         default: Any = getattr(plain, name)

@@ -273,6 +273,48 @@ def test_wrong_forced_token_is_reported_where_it_is(
     assert (difference is None) == (fault == "none")
 
 
+def difference_of(
+    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine], request: ScenarioRequest
+) -> Any:
+    """Return the difference of a scenario of one request."""
+    scenario = replace(SCENARIO, requests=(request,))
+    return Examiner(plain, build_kind).examine(scenario).difference
+
+
+def test_wrong_forced_token_may_have_a_stop_string(
+    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine]
+) -> None:
+    assert plain.llm.tokenizer is not None
+    id_of = plain.llm.tokenizer.fast.token_to_id
+    # Each wrong token is the letter after an allowed one.
+    params = {
+        **SCENARIO.requests[0].params,
+        "allowed_token_ids": [id_of("a"), id_of("c")],
+        "stop": ["b", "d"],
+    }
+    request = replace(SCENARIO.requests[0], params=params, forced=5, wrong=0, reports=True)
+    (answer,) = plain.answers(request.prompt, request.sampling())
+    assert answer.ending == ("length", None)
+    assert difference_of(plain, build_kind, request) is None
+
+
+@pytest.mark.parametrize("wrong", [2, 3])
+def test_answer_may_end_within_a_character_before_a_wrong_forced_token(
+    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine], wrong: int
+) -> None:
+    assert plain.llm.tokenizer is not None
+    first, second = map(plain.llm.tokenizer.fast.token_to_id, "\u00c3\u00a9")  # the bytes of é
+    params = {
+        **SCENARIO.requests[0].params,
+        "allowed_token_ids": [first, second],
+        "bad_words_ids": [[first, first], [second, second]],
+    }
+    request = replace(SCENARIO.requests[0], params=params, forced=5, wrong=wrong)
+    (answer,) = plain.answers(request.prompt, request.sampling())
+    assert "\u00e9\u00e9" in answer.text
+    assert difference_of(plain, build_kind, request) is None
+
+
 def test_refused_scenario_does_not_count_as_differing(
     plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine]
 ) -> None:
