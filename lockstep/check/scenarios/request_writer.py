@@ -612,8 +612,8 @@ def _stops(writer: RequestWriter, draft: Draft) -> None:
         if length > 2:
             begin = writer.begin_across_tokens(probed, begin, earliest)
         string = text[begin : begin + length]
-        others = _other_strings(text, string) if has_others else []
-        draft.params["stop"] = [*others, string]
+        more_strings = _other_strings(text, string) if has_others else []
+        draft.params["stop"] = [*more_strings, string]
         draft.params["include_stop_str_in_output"] = rng.random() < 0.5
         draft.params["ignore_eos"] = draft.is_usual("grammar")
         first = begin // 3

@@ -170,7 +170,9 @@ class ScenarioRunner:
             return
         answer = _plain_answers(scenario, progress.request, plain)[progress.number]
         pairs = enumerate(zip(request.forced_token_ids, answer.tokens, strict=False))
-        wrong = (ForcedMismatch(i, forced, own) for i, (forced, own) in pairs if forced != own)
+        wrong = (
+            ForcedMismatch(i, forced, chosen) for i, (forced, chosen) in pairs if forced != chosen
+        )
         expected = next(wrong, None)
         actual = request.metrics.forced_mismatch
         if actual != expected:
@@ -336,8 +338,8 @@ def _other_token(token: int, completion: Completion, vocab: int) -> int:
     """Return the next token id that ends no answer of the completion's request."""
     request = completion.request
     ends = {*request.eos_token_ids, *(request.params.stop_token_ids or ())}
-    others = ((token + distance) % vocab for distance in range(1, vocab))
-    return next(other for other in others if other not in ends)
+    candidates = ((token + distance) % vocab for distance in range(1, vocab))
+    return next(candidate for candidate in candidates if candidate not in ends)
 
 
 def oracle_texts(scenario: Scenario, plain: PlainRuns) -> list[list[int]]:

@@ -203,15 +203,15 @@ def split_chunks(x: Tensor, group: int = 1) -> Tensor:
     """
     tokens, heads, *rest = x.shape
     chunks = -(-tokens // GRID)
-    whole = tokens // GRID
+    num_whole = tokens // GRID
     out = x.new_empty(chunks, heads, group, GRID, *rest)
     by_token = out.movedim(3, 1)
-    by_token[:whole] = x[: whole * GRID].view(whole, GRID, heads, 1, *rest)
-    if whole < chunks:
-        remaining = tokens - whole * GRID
-        by_token[whole, :remaining] = x[whole * GRID :].unsqueeze(2)
+    by_token[:num_whole] = x[: num_whole * GRID].view(num_whole, GRID, heads, 1, *rest)
+    if num_whole < chunks:
+        remaining = tokens - num_whole * GRID
+        by_token[num_whole, :remaining] = x[num_whole * GRID :].unsqueeze(2)
         # Keys, values and log decays of 0 make the padding tokens exact no-ops.
-        by_token[whole, remaining:] = 0.0
+        by_token[num_whole, remaining:] = 0.0
     return out.view(chunks, heads * group, GRID, *rest)
 
 
