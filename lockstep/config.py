@@ -126,6 +126,8 @@ SkippedLayer = Annotated[
 SkipLayers = Annotated[tuple[SkippedLayer, ...], Field(max_length=1024), LIST_TO_TUPLE]
 Rows = Annotated[int, Field(ge=1, le=MAX_ROWS)]
 RowBuckets = Annotated[tuple[Rows, ...], Field(min_length=1, max_length=MAX_ROWS), LIST_TO_TUPLE]
+PADDED_PROMPTS = 7
+"""Maximum prompts of a padded step. Grids grow with it: each prompt may have all of the tokens."""
 MAX_PROMPT_BUCKETS = 64
 MAX_BUCKET_TOKENS = 1 << 14
 PromptBucket = Annotated[int, Field(ge=1, le=MAX_BUCKET_TOKENS)]
@@ -302,8 +304,8 @@ class EngineConfig(Settings):
     )
     prompt_buckets: PromptBuckets | None = setting(
         None,
-        "token counts that steps of up to 7 prompts are padded to, one CUDA graph each; default: "
-        "chosen for the device",
+        f"token counts that steps of up to {PADDED_PROMPTS} prompts are padded to, one CUDA graph "
+        "each; default: chosen for the device",
         allowed=f"a list of at most {MAX_PROMPT_BUCKETS} whole numbers from 1 to "
         f"{MAX_BUCKET_TOKENS}, or an empty one for no padding",
         remedy="Correct the list, or leave it out.",

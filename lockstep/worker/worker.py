@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.cache.specs import StorageKind
-from lockstep.config import Plan, StepLimits
+from lockstep.config import PADDED_PROMPTS, Plan, StepLimits
 from lockstep.kernels.exchange import ALONE, RankGroup
 from lockstep.kernels.sampling import LogitShard
 from lockstep.kernels.stream_copies import copy_to_host
@@ -37,8 +37,6 @@ from lockstep.worker.transfers import CopyStream, Transfers
 
 PROMPT_LOGPROB_TILE = 64
 """Positions per logits tile for a prompt's log-probabilities: bounds the memory of [tile, V]."""
-PADDED_PROMPTS = 7
-"""Maximum prompts of a padded step. Grids grow with it, since each may have all of its tokens."""
 
 
 def uniform_shapes(limits: StepLimits) -> list[StepShape]:

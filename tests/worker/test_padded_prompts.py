@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from lockstep import LLM
+from lockstep.config import PADDED_PROMPTS
 from lockstep.scheduling.schedule import RowSpec
 from lockstep.step import StepShape
 from lockstep.worker.executor import worker_of
 from lockstep.worker.program import Outcome
 from lockstep.worker.step_observer import StepObserver
 from lockstep.worker.step_timer import StepTimer
-from lockstep.worker.worker import PADDED_PROMPTS, prompt_step
+from lockstep.worker.worker import prompt_step
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, make_engine
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -122,7 +123,8 @@ def test_prompts_are_captured_up_to_the_first_that_takes_longer_than_its_launche
 
     class FakeTimer(StepTimer):
         def wait(self) -> None:
-            self.began, self.ended = 0.0, next(device_times) / 1000
+            self.began = 0.0
+            self.ended = next(device_times) / 1000
 
     monkeypatch.setattr("lockstep.worker.worker.perf_counter", lambda: next(host_seconds))
     monkeypatch.setattr("lockstep.worker.worker.StepTimer", FakeTimer)
