@@ -106,7 +106,7 @@ class AsyncLLM:
             publisher.start(BlockFormat.of(facts.plan))
         self._client = AsyncEngine(transport, remedy=REMEDY, publisher=publisher)
         self._client.start()
-        # A stream that nobody reads to its end is dropped with its group, which frees its id.
+        # A stream without a reader is dropped with its group, which frees its id.
         self._groups: MutableMapping[str, RequestGroup] = WeakValueDictionary()
         # Where this object goes without shutdown(), the engine ends with it.
         self._stop = on_end(self, self._client.shutdown)

@@ -108,7 +108,8 @@ def summary(facts: "Facts") -> str:
 
 def _ranks(config: "EngineConfig") -> str:
     """Return the number of ranks and nodes, in words; empty for one rank."""
-    ranks, nodes = config.tensor_parallel_size, config.nnodes
+    ranks = config.tensor_parallel_size
+    nodes = config.nnodes
     if ranks == 1:
         return ""
     return f", {ranks} ranks" + (f" on {nodes} nodes" if nodes > 1 else "")

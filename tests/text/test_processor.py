@@ -51,7 +51,9 @@ def test_requests_fan_out(processor):
 
 def test_request_shares_no_list_with_the_parameters_of_its_caller(processor: Processor) -> None:
     """Callers change their lists while requests wait, and some mappings cannot be pickled."""
-    bias, stops, word = {5: 1.5}, [3], [4, 6]
+    bias = {5: 1.5}
+    stops = [3]
+    word = [4, 6]
     params = SamplingParams(
         logit_bias=MappingProxyType(bias),  # type: ignore[arg-type]
         allowed_token_ids=range(40),

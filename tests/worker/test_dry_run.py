@@ -190,6 +190,8 @@ def test_graphs_share_memory_except_results(folder: Path) -> None:
     tokens += sum(FORCED_WINDOWS)
     shapes += len(limits.prompt_buckets)
     assert limits.prompt_buckets == (64,)
-    working, kept, padded_kept = 10_000, 1600, 300
+    working = 10_000
+    kept = 1600
+    padded_kept = 300
     expected = working + kept * tokens // 16 + padded_kept
     assert graph_bytes(limits, working, kept, padded_kept) - shapes * (2 << 20) == expected
