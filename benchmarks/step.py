@@ -14,7 +14,7 @@ kernel. --halves adds the ms of the second half of a step alone, which samples, 
 
 A prompt of more than PROMPT_STEP tokens is computed in several steps; the sum of their times is
 printed. --prompt-rows computes that many prompts in each step. Prompt steps are padded and run as
-graphs where a server's would; --no-prompt-graphs runs them without.
+graphs where those of a server are. --no-prompt-graphs runs them without graphs.
 """
 
 import argparse

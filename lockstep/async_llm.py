@@ -2,10 +2,11 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, MutableMapping
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakValueDictionary
 
 from lockstep.child_processes import on_end
 from lockstep.config import EngineConfig
@@ -105,7 +106,8 @@ class AsyncLLM:
             publisher.start(BlockFormat.of(facts.plan))
         self._client = AsyncEngine(transport, remedy=REMEDY, publisher=publisher)
         self._client.start()
-        self._groups: dict[str, RequestGroup] = {}
+        # A stream without a reader is dropped with its group, which frees its id.
+        self._groups: MutableMapping[str, RequestGroup] = WeakValueDictionary()
         # Where this object goes without shutdown(), the engine ends with it.
         self._stop = on_end(self, self._client.shutdown)
 
@@ -267,6 +269,8 @@ class AsyncLLM:
             chosen,
             priority,
             adapter=lora_request or "",
+            # Updates of an aborted request may arrive after its id was used again.
+            engine_id=f"{request_id}-{uuid.uuid4().hex}",
         )
         if request_id in self._groups:
             raise RequestError(
@@ -326,7 +330,7 @@ class OutputStream:
         client: AsyncEngine,
         group: RequestGroup,
         kind: RequestOutputKind,
-        groups: dict[str, RequestGroup],
+        groups: MutableMapping[str, RequestGroup],
     ) -> None:
         self._client = client
         self._group = group
@@ -340,7 +344,7 @@ class OutputStream:
                 [(request, partial(self._put, i)) for i, request in enumerate(group.requests)]
             )
         except BaseException:
-            self._open.clear()  # none was queued: an abort would end another request of this id
+            self._open.clear()  # none was queued: there is nothing to abort
             self._close()
             raise
 
@@ -382,7 +386,7 @@ class OutputStream:
             if isinstance(update, TokenUpdate) and update.finish_reason is None:
                 self._client.abort(self._group.requests[index].id)  # a stop string ended it
         if not self._open:
-            self._groups.pop(self._group.id, None)
+            self._forget_group()
 
     def _output(self, updates: dict[int, list[TextUpdate]]) -> RequestOutput | None:
         """Return the output after these updates; None where the reader wants none yet."""
@@ -396,7 +400,12 @@ class OutputStream:
 
     def _close(self) -> None:
         """Abort unfinished completions and drop the request."""
-        self._groups.pop(self._group.id, None)
+        self._forget_group()
         for index in self._open:
             self._client.abort(self._group.requests[index].id)
         self._open.clear()
+
+    def _forget_group(self) -> None:
+        """Free the request's id, unless a later request has it already."""
+        if self._groups.get(self._group.id) is self._group:
+            del self._groups[self._group.id]

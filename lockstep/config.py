@@ -126,9 +126,11 @@ SkippedLayer = Annotated[
 SkipLayers = Annotated[tuple[SkippedLayer, ...], Field(max_length=1024), LIST_TO_TUPLE]
 Rows = Annotated[int, Field(ge=1, le=MAX_ROWS)]
 RowBuckets = Annotated[tuple[Rows, ...], Field(min_length=1, max_length=MAX_ROWS), LIST_TO_TUPLE]
+PADDED_PROMPTS = 7
+"""Maximum prompts of a padded step. Grids grow with it: each prompt may have all of the tokens."""
 MAX_PROMPT_BUCKETS = 64
-MAX_PROMPT_BUCKET = 1 << 14
-PromptBucket = Annotated[int, Field(ge=1, le=MAX_PROMPT_BUCKET)]
+MAX_BUCKET_TOKENS = 1 << 14
+PromptBucket = Annotated[int, Field(ge=1, le=MAX_BUCKET_TOKENS)]
 PromptBuckets = Annotated[
     tuple[PromptBucket, ...], Field(max_length=MAX_PROMPT_BUCKETS), LIST_TO_TUPLE
 ]
@@ -302,10 +304,10 @@ class EngineConfig(Settings):
     )
     prompt_buckets: PromptBuckets | None = setting(
         None,
-        "token counts that steps of up to 3 prompts are padded to, one CUDA graph each; default: "
-        "chosen for the device",
+        f"token counts that steps of up to {PADDED_PROMPTS} prompts are padded to, one CUDA graph "
+        "each; default: chosen for the device",
         allowed=f"a list of at most {MAX_PROMPT_BUCKETS} whole numbers from 1 to "
-        f"{MAX_PROMPT_BUCKET}, or an empty one for no padding",
+        f"{MAX_BUCKET_TOKENS}, or an empty one for no padding",
         remedy="Correct the list, or leave it out.",
     )
     steps_in_flight: Annotated[int, Field(ge=1, le=2)] | None = setting(

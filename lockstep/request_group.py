@@ -45,6 +45,7 @@ class RequestGroup:
     """The n requests of one prompt, and what they have generated so far.
 
     shown: special tokens that become text. reader: parses completions that have ended, for a chat.
+    engine_id: beginning of the ids of the engine's requests; request_id where it is left out.
     """
 
     def __init__(
@@ -57,9 +58,11 @@ class RequestGroup:
         shown: Collection[int] = (),
         reader: ReplyReader | None = None,
         adapter: str = "",
+        engine_id: str | None = None,
     ) -> None:
         self.id = request_id
-        self.requests = processor.requests(request_id, prompt, params, priority=priority)
+        engine_id = request_id if engine_id is None else engine_id
+        self.requests = processor.requests(engine_id, prompt, params, priority=priority)
         now = time.monotonic()
         for request in self.requests:
             request.metrics.arrival_time = now

@@ -115,7 +115,7 @@ class StructuredOutputsParams:
         ):
             if isinstance(text, str) and len(text) > limit:
                 raise self._refusal(name, f"at most {limit} characters")
-            if isinstance(text, str) and not _is_unicode(text):
+            if isinstance(text, str) and not is_unicode(text):
                 raise self._refusal(name, "Unicode text without lone surrogates")
 
     def _refusal(self, name: str, allowed: str) -> RequestError:
@@ -273,6 +273,20 @@ class SamplingParams:
         values = {name: getattr(self, name) for name in self.names()}
         return type(self)(**{**values, **changes})
 
+    def detached(self) -> "SamplingParams":
+        """Return a checked copy that shares no list or dict with its caller.
+
+        Its numbers, texts, lists and dicts are of Python's own types, which can be pickled.
+        """
+        return SamplingParams(**{name: _detached(getattr(self, name)) for name in self.names()})
+
+    def without_structured_outputs(self) -> "SamplingParams":
+        """Return the parameters for a process that gets the grammar apart from them.
+
+        A schema may have objects that cannot be pickled, such as a pydantic model.
+        """
+        return self if self.structured_outputs is None else self.clone(structured_outputs=None)
+
     def to_json(self) -> dict[str, Any]:
         """Return all fields but output_kind as JSON values."""
         values = {name: getattr(self, name) for name in self.names() if name != "output_kind"}
@@ -411,12 +425,30 @@ class SamplingParams:
         return tuple(f.name for f in fields(cls))
 
 
+def _detached(value: Any) -> Any:
+    """Return a copy of a field's value in Python's own types; other objects are returned."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Mapping):
+        return {int(key): _detached(entry) for key, entry in value.items()}
+    if is_list(value):
+        # A list of ids may have half a million entries.
+        has_ints = set(map(type, value)) <= {int}
+        return list(value) if has_ints else [_detached(entry) for entry in value]
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, float) else value
+
+
 def _is_set(value: object) -> bool:
     """Return whether a field is set."""
     return value is not None and value is not False
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Return whether a text has no lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -451,7 +483,10 @@ def _is_list_of_ids(value: Any) -> bool:
 def _is_bias(value: object) -> bool:
     if not isinstance(value, Mapping) or not is_ids(list(value)):
         return False
-    return all(isinstance(v, (int, float)) and -1e30 <= v <= 1e30 for v in value.values())
+    return all(
+        isinstance(v, (int, float)) and not isinstance(v, bool) and -1e30 <= v <= 1e30
+        for v in value.values()
+    )
 
 
 def _is_stop(value: object) -> bool:

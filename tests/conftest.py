@@ -5,19 +5,27 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer.testing
+from typer.main import get_command
 
 from lockstep import LLM
 from lockstep.doctor import children
 from lockstep.engine import process_transport
 from lockstep.worker import local_ranks
 from tests.bundled_model import assert_idle, make_engine
-from tests.forked_processes import PRELOADED_MODULE, fork_context
+from tests.forked_processes import (
+    PRELOADED_MODULE,
+    fork_context,
+    start_fork_server,
+    use_fork_server,
+)
 from tests.pairwise import mark_uncovered
 
 SEARCH = (10_000, 10, 1_000)
@@ -29,9 +37,27 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any test imports Triton, which reads it then
+# An app builds its options anew for every command line of a CliRunner, in 30 ms of CPU time.
+# Other callers of get_command() get new commands, whose functions test_docs.py replaces.
+typer.testing._get_command = cache(get_command)
 # A process has one fork server, with the imports that its first user names. All others' processes
 # would import what is missing, e.g. two seconds for each process of doctor.
 children.PRELOADED = local_ranks.PRELOADED = PRELOADED_MODULE
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Start the fork server that all xdist workers share, and pass its address to a worker.
+
+    Its imports take 3 s of CPU time.
+    """
+    node.workerinput["fork_server"] = start_fork_server()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Fork the processes of an xdist worker from the shared server."""
+    if address := getattr(config, "workerinput", {}).get("fork_server"):
+        use_fork_server(address)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -23,6 +23,7 @@ from lockstep.scheduling.schedule import Schedule
 from lockstep.serve.engine_factory import engine_factory
 from lockstep.serve.telemetry.logs import LogFormat
 from lockstep.text.settings import TextSettings
+from tests.forked_processes import name_after_parent
 
 PATIENCE = 90.0
 EngineAndGrammars = tuple[Engine, Callable[[Any], Any]]
@@ -85,6 +86,7 @@ def fails_on_signals(
     After SIGHUP, a kernel of the step reads out of bounds: CUDA refuses all later work of the
     process.
     """
+    name_after_parent()
     engine_and_grammars = engine_factory(config, text, log_format, progress)
     executor = engine_and_grammars[0].executor
     execute = executor.execute

@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 from functools import cache
+from multiprocessing import forkserver, parent_process, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import TextIO
 
 from lockstep.bench.measurement import children_of
+from lockstep.engine import process_transport
 
 PRELOADED_MODULE = "tests.forked_imports"
 
@@ -22,6 +24,73 @@ def fork_context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([PRELOADED_MODULE])
     return context
+
+
+def start_fork_server() -> str:
+    """Start this process's fork server, unless it runs already, and return its address.
+
+    What its processes print is dropped, since pytest cannot capture it for a test. A run without
+    xdist shows it with the test that failed.
+    """
+    fork_context()
+    outputs = [(number, os.dup(number)) for number in (1, 2)]
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for number, _ in outputs:
+        os.dup2(nothing, number)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for number, output in outputs:
+            os.dup2(output, number)
+            os.close(output)
+        os.close(nothing)
+    return forkserver._forkserver._forkserver_address
+
+
+def use_fork_server(address: str) -> None:
+    """Fork this process's processes from the fork server of another process."""
+    server = forkserver._forkserver
+    server._forkserver_address = address
+    # Each request to fork sends the pipe that keeps the server alive. The other process has it.
+    server._forkserver_alive_fd = os.pipe()[1]
+    _start_no_fork_server()
+
+
+def fork_engines() -> None:
+    """Fork the engines of this process, a ForkedProgram, from the server that has forked it."""
+    _start_no_fork_server()
+    process_transport.get_context = lambda _: fork_context()
+
+
+def _start_no_fork_server() -> None:
+    forkserver._forkserver.ensure_running = resource_tracker.ensure_running
+
+
+def name_after_parent() -> None:
+    """Let engine_of_program() find this process, which a forked program has started."""
+    parent = parent_process()
+    assert parent is not None
+    Path("/proc/self/comm").write_text(_name_of_engine(parent.pid))
+
+
+def engine_of_program(pid: int) -> int:
+    """Return the engine of a forked program that has called fork_engines()."""
+    server = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    name = _name_of_engine(pid)
+    (engine,) = [child for child in children_of(server) if _name_of(child) == name]
+    return engine
+
+
+def _name_of(pid: int) -> str:
+    """Return the name of a process, "" if it has ended: the server forks for other tests too."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()[:-1]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _name_of_engine(parent: int | None) -> str:
+    return f"of {parent}"
 
 
 def forked_children(pid: int) -> list[int]:

@@ -1,6 +1,7 @@
 """AsyncLLM streams the answers of LLM, and aborts them."""
 
 import asyncio
+import gc
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -100,6 +101,43 @@ def test_abort_and_closed_generator_end_a_request(client: AsyncLLM) -> None:
 
     run(left())
     assert client._client.num_open == 0 and not client._groups
+
+
+def test_reused_id_gets_no_token_of_an_aborted_request(client: AsyncLLM, plain: LLM) -> None:
+    """Updates of an aborted request may still be on their way when its id is used again."""
+    expected = answer(plain.generate(TEXT, GREEDY)[0])
+
+    async def work() -> None:
+        for prompt in PROMPTS[1:] * 6:
+            outputs = client.generate(prompt, LONG, "same")
+            await anext(outputs)
+            await outputs.aclose()  # type: ignore[attr-defined]
+            assert answer((await read(client, TEXT, GREEDY, "same"))[-1]) == expected
+
+    run(work())
+
+
+def test_end_of_a_request_does_not_forget_a_later_one_of_its_id(client: AsyncLLM) -> None:
+    async def work() -> RequestOutput:
+        async for output in client.generate(TEXT, GREEDY, "same"):
+            if output.finished:
+                later = await client.add_request("same", TEXT, LONG)
+        await client.abort("same")
+        return [output async for output in later][-1]
+
+    assert run(work()).outputs[0].finish_reason == "abort"
+
+
+def test_stream_that_is_dropped_frees_its_id_at_the_end(client: AsyncLLM) -> None:
+    async def work() -> None:
+        await client.add_request("same", TEXT, GREEDY)
+        while client._groups:  # until the event loop has delivered the last updates
+            await asyncio.sleep(0.01)
+            gc.collect()
+        assert (await read(client, TEXT, GREEDY, "same"))[-1].finished
+
+    run(work())
+    assert not client._groups
 
 
 def test_invalid_requests_do_not_affect_others(client: AsyncLLM) -> None:

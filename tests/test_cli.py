@@ -114,7 +114,7 @@ def test_missing_path_is_no_hub_id(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     for path in (str(tmp_path / "none"), str(file), "./none", "~/none"):
-        with pytest.raises(ConfigError, match="is neither an existing folder nor a hub id"):
+        with pytest.raises(ConfigError, match="is neither an existing folder or GGUF file nor"):
             run("explain", path)
 
 

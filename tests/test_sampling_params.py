@@ -205,6 +205,7 @@ INVALID_PARAMS: list[tuple[dict[str, Any], str, str]] = [
     ({"logprobs": 21}, "logprobs", "from 0 to 20"),
     ({"prompt_logprobs": -1}, "prompt_logprobs", "from 0 to 20"),
     ({"logit_bias": {5: "x"}}, "logit_bias", "token ids to finite numbers"),
+    ({"logit_bias": {5: True}}, "logit_bias", "token ids to finite numbers"),
     ({"logit_bias": {5: math.nan}}, "logit_bias", "token ids to finite numbers"),
     ({"logit_bias": {5: math.inf}}, "logit_bias", "token ids to finite numbers"),
     ({"logit_bias": {5: 10**400}}, "logit_bias", "token ids to finite numbers"),

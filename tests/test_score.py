@@ -63,7 +63,9 @@ def check_engine(llm: LLM) -> None:
     assert_idle(llm)
 
 
+# Every kind of layer, as in test_scored_from.py, whose other tests have attention only.
 @pytest.mark.covering(strength=1)
+@pytest.mark.default_cases("bundled", "nemotron_h", "deepseek_v3")
 @pytest.mark.parametrize("drafter", [None, "ngram"])
 @pytest.mark.parametrize("model", MODELS)
 def test_score_equals_generation(model: str, drafter: str | None) -> None:

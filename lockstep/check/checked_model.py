@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from lockstep.check.collector import Collector
 from lockstep.check.companions import Companions
 from lockstep.check.drafters import NO_DRAFTER, drafters_of, requested_drafter, settings_with
 from lockstep.check.engines import CheckEngine, Processors, build, build_plain
@@ -30,8 +31,8 @@ class CheckedModel:
 
     rows: the user's max_num_seqs, None for the engine's own. settings: the others, for all engines.
     config: settings of a server. graphs: graph modes of the device, the default first. rank_pool:
-    of processes that are ranks of one engine after the other. Raises ConfigError or
-    CheckpointError.
+    of processes that are ranks of one engine after the other. collector: frees engines of ended
+    parts. Raises ConfigError or CheckpointError.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class CheckedModel:
             # A check includes every drafter that the checkpoint supports, so auto adds none.
             self.settings["speculative_config"] = None
         self.rank_pool = RankPool()
+        self.collector = Collector()
         self.companions = Companions(find_model(None), self.settings, self.rank_pool)
         self.processors: Processors = {}
 
@@ -105,7 +107,7 @@ class CheckedModel:
 
     def examiner(self) -> Examiner:
         """Return an examiner of scenarios, which keeps its last engine."""
-        return Examiner(self.runs, self.build)
+        return Examiner(self.runs, self.build, self.collector)
 
     def build(self, kind: Kind) -> CheckEngine:
         """Build an engine of this model or of a companion. Raises what LLM raises."""

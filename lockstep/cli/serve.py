@@ -18,6 +18,7 @@ from lockstep.serve.settings import RESUME_SECONDS, ServerSettings
 from lockstep.settings import path_fault, read_text_file
 
 if TYPE_CHECKING:
+    from lockstep.cache.events_config import KVEventsConfig
     from lockstep.engine.async_engine import Transport
     from lockstep.engine.kv_publisher import KVEventPublisher
     from lockstep.serve.app import CrossOrigin
@@ -148,6 +149,20 @@ def _note_address(address: "Address", options: "Options") -> None:
         note(f"host={address.host} is open to the network, without a key: set --api-key.", "yellow")
 
 
+def note_events(config: "KVEventsConfig | None") -> None:
+    """Print where KV events are published, or that the settings publish none."""
+    from lockstep.engine.kv_publisher import is_bound
+
+    if config is None or config.publisher == "null":
+        return
+    if not config.enable_kv_cache_events:
+        note("kv_events_config publishes nothing without enable_kv_cache_events: true.", "yellow")
+    elif is_bound(config.endpoint):
+        note(f"KV events are published at {config.endpoint}.")
+    else:
+        note(f"KV events are sent to {config.endpoint}, which a subscriber has to bind.")
+
+
 def _run(
     settings: dict[str, Any],
     address: "Address",
@@ -172,7 +187,9 @@ def _run(
     max_replicas = replica_range(server)[1]
     publishers: list[KVEventPublisher] = []
     try:
-        publishers = open_publishers(read_kv_events(settings["kv_events_config"]), max_replicas)
+        events = read_kv_events(settings["kv_events_config"])
+        note_events(events)
+        publishers = open_publishers(events, max_replicas)
         if replicated:
             loaded: LoadedEngine = load_replicas(settings, server, publishers)
         elif server.disable_frontend_multiprocessing:

@@ -99,11 +99,20 @@ def summary(facts: "Facts") -> str:
     if loaded:
         loaded_text = f"{loaded.bytes / 1e9:.2f} GB of weights at {loaded.speed / 1e9:.1f} GB/s"
     return (
-        f"{model_name(facts.config)} on {plan.device}, {drafting}, max_num_seqs "
-        f"{plan.max_num_seqs}, KV cache of {num_tokens:,} tokens "
+        f"{model_name(facts.config)} on {plan.device}{_ranks(facts.config)}, {drafting}, "
+        f"max_num_seqs {plan.max_num_seqs}, KV cache of {num_tokens:,} tokens "
         f"({memory / 2**20:,.0f} MiB), {loaded_text}, graph {plan.graph_mode}, "
         f"numerics {plan.numerics}"
     )
+
+
+def _ranks(config: "EngineConfig") -> str:
+    """Return the number of ranks and nodes, in words; empty for one rank."""
+    ranks = config.tensor_parallel_size
+    nodes = config.nnodes
+    if ranks == 1:
+        return ""
+    return f", {ranks} ranks" + (f" on {nodes} nodes" if nodes > 1 else "")
 
 
 def model_name(config: "EngineConfig") -> str:

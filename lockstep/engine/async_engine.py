@@ -287,7 +287,8 @@ class AsyncEngine:
         """Queue requests, all of them before the next step begins.
 
         A listener is called with the updates of its request: in the event loop and the context of
-        this call, or by the thread that calls deliver() of the inbox.
+        this call, or by the thread that calls deliver() of the inbox. Callers use no id twice:
+        updates of an aborted request may arrive later.
 
         Raises EngineDeadError, and RequestError where a request of the same id is open; then none
         is queued.

@@ -58,8 +58,9 @@ def _refuse_with_synthetic_tokens(request: Request) -> None:
     if request.forced_token_ids:
         field = "forced_token_ids"
     elif request.grammar:
-        has_form = request.params.structured_outputs is not None
-        field = "structured_outputs" if has_form else "thinking_token_budget"
+        # An engine's process gets the grammar without structured_outputs.
+        has_budget = request.params.thinking_token_budget is not None
+        field = "thinking_token_budget" if has_budget else "structured_outputs"
     if field is not None:
         raise RequestError(
             f"{field} is not allowed with synthetic_acceptance, whose tokens are not the model's. "

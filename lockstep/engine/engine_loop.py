@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from lockstep.cache.block_log import BlockEvent
 from lockstep.engine.engine import Engine
 from lockstep.engine.token_update import TokenUpdate, token_update
-from lockstep.errors import ComputeError, EngineDeadError
+from lockstep.errors import ComputeError, EngineDeadError, LockstepError, RankError
 from lockstep.scheduling.request import Request
 
 log = logging.getLogger("lockstep.engine")
@@ -117,7 +117,9 @@ class EngineLoop:
             executor.call_on_failure(self._end_by_failure)
             self._serve()
         except EngineDeadError as error:
-            log.exception("the engine cannot go on")
+            # The message names a lost rank. Only an error of another kind needs its traceback.
+            is_named = error.__cause__ is None or isinstance(error.__cause__, LockstepError)
+            log.error("the engine cannot go on: %s", error, exc_info=not is_named)
             return str(error)
         except BaseException:
             log.exception("the engine cannot go on")
@@ -219,18 +221,23 @@ class EngineLoop:
         self._began = time.monotonic()
         try:
             return self.engine.step()
-        except Exception:
-            self._recover()
+        except Exception as error:
+            self._recover(error)
             return []
         finally:
             self._began = None
 
-    def _recover(self) -> None:
+    def _recover(self, error: Exception) -> None:
         """Recover from the exception of a step, which is being handled."""
         # An audit does not go on, and runs alone.
         begun = [] if self.engine.scheduler.is_auditing else self.engine.scheduler.begun()
         names = ", ".join(begun) or "none"
-        log.exception("a step failed; its requests go on from their tokens: %s", names)
+        text = "a step failed; its requests go on from their tokens: %s"
+        if isinstance(error, RankError):
+            # The traceback of this rank ends at the exchange in which it waited for the other one.
+            log.error(f"{text}; %s", names, error)
+        else:
+            log.exception(text, names)
         ended = self.engine.recover()
         for request in ended:
             log.error("request %s ends: %s", request.id, request.error)

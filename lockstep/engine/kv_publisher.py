@@ -183,7 +183,7 @@ class KVEventPublisher:
         """Bind or connect a socket. Raises ConfigError."""
         address = with_rank(endpoint, self._rank)
         try:
-            if bind or any(part in endpoint for part in BOUND_BY):
+            if bind or is_bound(endpoint):
                 socket.bind(address)
             else:
                 socket.connect(address)
@@ -248,6 +248,11 @@ class KVEventPublisher:
             if number >= frames[-1]:  # big-endian numbers of one length compare as bytes
                 self._replay.send_multipart((client, b"", self._topic, number, batch))
         self._replay.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
+
+
+def is_bound(endpoint: str) -> bool:
+    """Return whether the server binds an endpoint; it connects to others."""
+    return any(part in endpoint for part in BOUND_BY)
 
 
 def with_rank(endpoint: str, rank: int) -> str:

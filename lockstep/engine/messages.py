@@ -18,7 +18,7 @@ class EngineRequest:
     """Request as plain data, with the fields of Request.
 
     seed, cache_salt, adapter, speculate, num_resumed, failures: see Request. grammar: the recipe of
-    its grammar, None without one.
+    its grammar, None without one. params: without structured_outputs.
     """
 
     id: str
@@ -41,7 +41,7 @@ class EngineRequest:
         return cls(
             request.id,
             request.prompt_token_ids,
-            request.params,
+            request.params.without_structured_outputs(),
             request.priority,
             request.metrics,
             request.eos_token_ids,

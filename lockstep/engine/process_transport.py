@@ -42,7 +42,7 @@ from lockstep.engine.messages import (
 )
 from lockstep.engine.stats import Stats
 from lockstep.engine.token_update import TokenUpdate
-from lockstep.errors import EngineDeadError
+from lockstep.errors import EngineDeadError, RequestError
 from lockstep.scheduling.request import MAX_FAILED_REQUESTS, Request
 
 log = logging.getLogger("lockstep.engine")
@@ -120,14 +120,21 @@ class _Child:
 
 
 class _Outbox:
-    """Thread that sends commands in order, and drops them once the engine has ended."""
+    """Thread that sends commands in order, and drops them once the engine has ended.
+
+    refuse: called in this thread with the id of a request that cannot be sent, and the error.
+    """
 
     def __init__(
-        self, connection: Connection, messages: "queue.SimpleQueue[Command | None]"
+        self,
+        connection: Connection,
+        messages: "queue.SimpleQueue[Command | None]",
+        refuse: Callable[[str, Exception], None],
     ) -> None:
         self._connection = connection
         self._messages = messages
-        self._thread = threading.Thread(target=self._send, name="lockstep-outbox", daemon=True)
+        self._refuse = refuse
+        self._thread = threading.Thread(target=self._run, name="lockstep-outbox", daemon=True)
         self._thread.start()
 
     def put(self, message: Command) -> None:
@@ -139,14 +146,29 @@ class _Outbox:
         self._messages.put(None)
         self._thread.join(seconds)
 
-    def _send(self) -> None:
+    def _run(self) -> None:
         is_open = True
         while (message := self._messages.get()) is not None:
             try:
                 if is_open:
-                    self._connection.send(message)
+                    self._send(message)
             except OSError:  # the engine has ended: drop what follows, so that close() returns
                 is_open = False
+
+    def _send(self, message: Command) -> None:
+        """Send a command. Refuse the requests of it that cannot be pickled."""
+        try:
+            self._connection.send(message)
+        except OSError:
+            raise
+        except Exception as error:
+            # Only a request has data of users. Without this thread, all requests would wait.
+            assert isinstance(message, Submit)
+            if len(message.requests) == 1:
+                self._refuse(message.requests[0].id, error)
+                return
+            for request in message.requests:
+                self._send(Submit((request,)))
 
 
 class ProcessTransport:
@@ -288,7 +310,7 @@ class ProcessTransport:
     def _serve(self) -> str:
         """Deliver an engine's reports until it stops or is lost, and return the reason."""
         child = self._child
-        outbox = _Outbox(child.connection, self._commands)
+        outbox = _Outbox(child.connection, self._commands, self._refuse)
         if self._stopping:  # _drop_commands() may have dropped the queued Stop
             outbox.put(Stop())
         fault = None
@@ -302,6 +324,15 @@ class ProcessTransport:
         how = child.reap()
         outbox.close(REAP_SECONDS)
         return fault or how
+
+    def _refuse(self, request_id: str, error: Exception) -> None:
+        """End a request that cannot be sent to the engine's process."""
+        assert self._receiver is not None
+        refusal = RequestError(
+            f"the request cannot be sent to the engine: {error}. Write its parameters as numbers, "
+            "texts, lists and dicts."
+        )
+        self._receiver.deliver([(request_id, refusal)])
 
     def _take(self, report: Report) -> str | None:
         """Handle a report; return why the engine cannot go on, if the report says so."""

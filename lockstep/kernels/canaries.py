@@ -41,6 +41,11 @@ class Canaries(TorchDispatchMode):
         self.fill = fill
         self.buffers: list[tuple[Tensor, int]] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise torch imports its compiler at the first call, which takes 0.95 s.
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -63,8 +63,8 @@ def folder_of(model: str, weights: bool = True, field: str = "model") -> Path:
         return checkpoint_folder(gguf_files(fetch_gguf(file["model"], file["file"], field)))
     if not HUB_ID.fullmatch(model):
         raise ConfigError(
-            f"{field}={model[:200]!r} is neither an existing folder nor a hub id, such as "
-            f"Qwen/Qwen3-8B ({reason}). {REMEDY}"
+            f"{field}={model[:200]!r} is neither an existing folder or GGUF file nor a hub id, "
+            f"such as Qwen/Qwen3-8B ({reason}). {REMEDY}"
         )
     return fetch(model, weights, field)
 
@@ -96,8 +96,8 @@ def fetch(model: str, weights: bool = True, field: str = "model") -> Path:
     except Exception as error:  # the hub's client passes on whatever its transport raises
         reason = _reason(fault or error)
     raise ConfigError(
-        f"{field}={model[:200]!r} is neither a folder, nor a hub id that can be fetched "
-        f"({reason}), nor one that was fetched before. {REMEDY}"
+        f"{field}={model[:200]!r} is neither an existing folder or GGUF file, nor a hub id that "
+        f"can be fetched ({reason}), nor one that was fetched before. {REMEDY}"
     )
 
 

@@ -98,7 +98,9 @@ class ReplicaRouter:
             for replica_id in removed:
                 del self._replicas[replica_id]
             for replica_id in added:
-                self._replicas[replica_id] = ReplicaState()
+                # A replica that is listed again before it is drained still has calls.
+                tags = {tag for tag, chosen in self._replica_of.items() if chosen == replica_id}
+                self._replicas[replica_id] = ReplicaState(tags=tags)
         if added or removed:
             self.on_change(added, removed)
 

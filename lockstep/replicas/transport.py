@@ -97,15 +97,21 @@ class _OpenRequest:
 @dataclass
 class _Member:
     """Replica that is present. stats: since its start. last_report: time.monotonic(). publisher: of
-    its cached blocks; None without events, or where all publishers are in use.
+    its cached blocks; None without events, or where all publishers are in use. hello: its first
+    report, None before that.
     """
 
     reports: "asyncio.Task[None]"
     publisher: KVEventPublisher | None = None
-    numerics: str = ""
+    hello: Hello | None = None
     stats: Stats = field(default_factory=Stats)
     stalled_for: float = 0.0
     last_report: float = field(default_factory=time.monotonic)
+
+    @property
+    def numerics(self) -> str:
+        """Return its fingerprint; "" before its first report."""
+        return "" if self.hello is None else self.hello.numerics
 
 
 class ReplicaTransport:
@@ -382,6 +388,12 @@ class ReplicaTransport:
     def _change(self, added: Collection[str], removed: Collection[str]) -> None:
         """Listen to new replicas, and move the requests of removed ones."""
         for replica_id in added:
+            if replica_id in self._members:
+                # It was removed and is not drained yet: its calls and its reports go on.
+                hello = self._members[replica_id].hello
+                if hello is not None:
+                    self.router.introduce(replica_id, hello)
+                continue
             reports = self._loop.create_task(self._listen(replica_id))
             with self._stats_lock:
                 stats = self._lost_stats.pop(replica_id, Stats())
@@ -487,7 +499,7 @@ class ReplicaTransport:
             self._publish(member, [BlocksCleared()])
             self._lose(self._tags_on(replica_id), "lost", failed=True)
         else:
-            member.numerics = report.numerics
+            member.hello = report
             self.router.introduce(replica_id, report)
             if self._numerics not in ("", report.numerics):
                 log.error(

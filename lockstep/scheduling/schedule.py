@@ -9,7 +9,7 @@ share the prompt step's forward pass; it runs after the forced step then.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from lockstep.cache.host_tier import Moves
 from lockstep.outputs import Logprob, TokenSource
@@ -38,14 +38,10 @@ class RowSpec:
     @classmethod
     def of(cls, request: Request) -> "RowSpec":
         """Return the data of a request as it is now."""
-        params = request.params
-        if params.structured_outputs is not None:
-            # The host has compiled them; a pydantic model among them may not pickle.
-            params = replace(params, structured_outputs=None)
         return cls(
             id=request.id,
             prompt_token_ids=request.prompt_token_ids,
-            params=params,
+            params=request.params.without_structured_outputs(),
             eos_token_ids=request.eos_token_ids,
             seed=request.seed,
             speculate=request.speculate,

@@ -117,6 +117,7 @@ def create_app(
     app.openapi = lambda: openapi_document(app, RESPONSE_TYPES)  # type: ignore[method-assign]
     app.state.body_reader = BodyReader()
     app.router.route_class = BodyRoute
+    app.router.redirect_slashes = False  # its locations are absolute; on_http_error has others
     add_error_handlers(app)
     # The busiest routes come first: the router tries routes in this order.
     _add_completions(app, service)

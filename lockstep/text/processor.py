@@ -14,7 +14,13 @@ from lockstep.errors import RequestError, brief, context_length_error
 from lockstep.inputs import MAX_SALT, PROMPT_KEYS
 from lockstep.keywords import PROMPT, check_keywords
 from lockstep.outputs import CompletionOutput, Logprob
-from lockstep.sampling_params import SamplingParams, StructuredOutputsParams, is_ids, is_list
+from lockstep.sampling_params import (
+    SamplingParams,
+    StructuredOutputsParams,
+    is_ids,
+    is_list,
+    is_unicode,
+)
 from lockstep.scheduling.grammar import Grammar
 from lockstep.scheduling.request import Request, ScoredTokens
 from lockstep.text.generation_config import check_generation_config
@@ -498,7 +504,7 @@ class Processor:
             )
         if len(ids) >= self.max_model_len:
             raise context_length_error(len(ids), self.max_model_len, field)
-        return list(ids)
+        return list(map(int, ids))  # other integers are no plain data
 
     def _max_prompt_tokens(self, params: SamplingParams) -> int:
         """Return how many tokens truncate_prompt_tokens keeps."""
@@ -532,6 +538,8 @@ class Processor:
         allows. conversation: the rendered prompt, whose answer may begin with reasoning. Compiles
         the grammar. Raises RequestError.
         """
+        # Callers may change their lists while the request waits or runs.
+        params = params.detached()
         if params.stop_strings and (self.tokenizer is None or not params.detokenize):
             raise RequestError("stop needs text; remove stop or detokenize=False.", "stop")
         max_new_tokens = self.max_model_len - len(token_ids)
@@ -616,6 +624,13 @@ class Processor:
             "" if tokenizer is None else tokenizer.decode([stop_reason], skip_special_tokens=False)
         )
         return TextEnd(cut=True, stop=stop)
+
+    def reads_late_system(self, tools: list[dict[str, Any]] | None) -> bool:
+        """Return whether the chat template writes system messages after other messages.
+
+        Raises RequestError.
+        """
+        return self.template is None or self.template.choose(tools).findings.reads_late_system
 
     def template_reads(self, name: str) -> bool:
         """Return whether the chat template may read a field of this name."""
@@ -955,10 +970,10 @@ def _salt_of(prompt: Prompt) -> str:
     salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
     if salt is None:
         return ""
-    if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_SALT:
+    if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_SALT or not is_unicode(salt):
         raise RequestError(
             f"cache_salt={brief(salt)} is not allowed; allowed: a text of 1 to {MAX_SALT} "
-            "characters. Correct it, or remove it.",
+            "characters without lone surrogates. Correct it, or remove it.",
             "cache_salt",
         )
     return salt

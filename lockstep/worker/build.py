@@ -48,8 +48,8 @@ GPU_ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 
 GPU_PROMPT_BUCKETS = (64, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2048)
 """Token counts that a GPU's steps of few prompts are padded to: one graph for each.
 
-Launching a prompt step takes the host 58 to 96 ms whatever its tokens are, of which the device
-needs 20 for 64 tokens of Qwen3.6-27B (H200, 2026-11-30). Longer prompts bind the device.
+Launching a prompt step takes the host 56 to 96 ms, whatever its tokens are. The device runs 64
+tokens of Qwen3.6-27B in 17 ms (H200, 2026-11-30). For longer prompts the device is the bottleneck.
 """
 CPU_ROWS = 16
 """Default max_num_seqs of a CPU: more rows make no step faster."""
@@ -113,14 +113,15 @@ def pick_row_buckets(config: EngineConfig, device: str, rows: int) -> tuple[int,
     return tuple(sorted({bucket for bucket in buckets if bucket < rows} | {rows}))
 
 
-def pick_prompt_buckets(config: EngineConfig, graph_mode: str, tokens: int) -> tuple[int, ...]:
-    """Return the token counts that steps of few prompts are padded to, ascending, at most `tokens`.
+def pick_prompt_buckets(config: EngineConfig, graph_mode: str, limit: int) -> tuple[int, ...]:
+    """Return the token counts that steps of few prompts are padded to, ascending.
 
-    Without whole graphs padding has no use, so only the user's own list pads there.
+    Padding helps graphs of whole steps alone, so without them the default is none. limit: the
+    smaller of max_num_batched_tokens and max_model_len, since padding tokens have positions too.
     """
     usual = GPU_PROMPT_BUCKETS if graph_mode == "full" else ()
     buckets = usual if config.prompt_buckets is None else config.prompt_buckets
-    return tuple(sorted({bucket for bucket in buckets if bucket <= tokens}))
+    return tuple(sorted({bucket for bucket in buckets if bucket <= limit}))
 
 
 def sized(limits: StepLimits, config: EngineConfig, rows: int, tokens: int) -> StepLimits:
@@ -130,7 +131,9 @@ def sized(limits: StepLimits, config: EngineConfig, rows: int, tokens: int) -> S
         max_num_seqs=rows,
         max_num_batched_tokens=tokens,
         row_buckets=pick_row_buckets(config, limits.device, rows),
-        prompt_buckets=pick_prompt_buckets(config, limits.graph_mode, tokens),
+        prompt_buckets=pick_prompt_buckets(
+            config, limits.graph_mode, min(tokens, limits.max_model_len)
+        ),
     )
 
 
@@ -150,6 +153,7 @@ def step_limits(
     drafting = config.speculative_config
     cuda = device == "cuda"
     rows = config.max_num_seqs or (GPU_ROWS if cuda else CPU_ROWS)
+    length = pick_length(config, checkpoint.raw)
     tokens = config.max_num_batched_tokens or TOKENS
     # A wait for the device cannot be captured.
     graph_mode = config.cuda_graph_mode if cuda and not config.sync_kernels else "none"
@@ -158,13 +162,13 @@ def step_limits(
         model_path=checkpoint.folder,
         device=device,
         dtype=str(dtype).removeprefix("torch."),
-        max_model_len=pick_length(config, checkpoint.raw),
+        max_model_len=length,
         max_num_seqs=rows,
         max_num_batched_tokens=tokens,
         query_len=config.max_drafts + 1,
         page_size=PAGE_SIZE,
         row_buckets=pick_row_buckets(config, device, rows),
-        prompt_buckets=pick_prompt_buckets(config, graph_mode, tokens),
+        prompt_buckets=pick_prompt_buckets(config, graph_mode, min(tokens, length)),
         draft_lengths=drafting.draft_lengths if drafting else (0,),
         has_predictions=drafting is not None and drafting.method == prediction.METHOD,
         graph_mode=graph_mode,

@@ -148,11 +148,12 @@ def step_bytes(program: Program, *shapes: StepShape) -> tuple[int, int]:
     counter = AllocationCounter()
     with counter:
         try:
-            outcomes = program.run(*shapes)
+            forwarded = program.forward(*shapes)  # a graph keeps them, see peak_bytes()
+            outcomes = [program.decide(step) for step in forwarded]
         except (RuntimeError, AssertionError) as error:  # torch asserts what it cannot do dry
             raise _unpredictable(shapes, error) from error
         size = counter.peak, counter.live
-    del outcomes
+    del forwarded, outcomes
     return size
 
 

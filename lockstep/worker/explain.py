@@ -113,6 +113,7 @@ def plan(
         max_num_seqs=entry.rows,
         max_num_batched_tokens=entry.tokens,
         row_buckets=limits.row_buckets,
+        prompt_buckets=limits.prompt_buckets,
         **parts,
         page_bytes=dry_engine.page,
         slot_bytes=dry_engine.slot,

@@ -43,7 +43,7 @@ class LocalRanks:
         self.pool = pool
         self.processes: list[RankProcess] = []
         self._broadcaster = Broadcaster(len(ranks))
-        # Of two threads that wait for one process, multiprocessing tells only one its exit code.
+        # Where two threads wait for a process, multiprocessing gives its exit code to one only.
         # Reentrant, since garbage collection may end an engine in any thread.
         self._joining = threading.RLock()
 

@@ -402,11 +402,12 @@ def peak_bytes(program: Program, *shapes: StepShape) -> tuple[int, int]:
     torch.cuda.reset_peak_memory_stats()
     reserved = torch.cuda.memory_reserved()
     before = torch.cuda.memory_allocated()
-    outcomes = program.run(*shapes)
+    forwarded = program.forward(*shapes)  # a graph keeps them, auxiliary hidden states included
+    outcomes = [program.decide(step) for step in forwarded]
     torch.cuda.synchronize()
     kept = torch.cuda.memory_allocated() - before
     peak = torch.cuda.max_memory_reserved() - reserved
-    del outcomes
+    del forwarded, outcomes
     torch.cuda.empty_cache()
     return peak, kept
 

@@ -3,12 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lockstep.config import StepLimits
+from lockstep.config import PADDED_PROMPTS, StepLimits
 from lockstep.scheduling.chunks import FORCED_WINDOWS
 from lockstep.step import PAGE_SIZE, StepShape
-
-PADDED_PROMPTS = 3
-"""Maximum prompts of a padded step. Kernels launch CTAs for as many prompts of the whole step."""
 
 
 def uniform_shapes(limits: StepLimits) -> list[StepShape]:

@@ -164,7 +164,7 @@ class Worker:
     def warm_up(self, progress: Callable[[int, int], None]) -> dict[tuple[int, int], float]:
         """Run uniform shapes on null rows, and capture them where the plan wants graphs.
 
-        Graphs of whole steps are also captured of padded prompt steps, see _capture_prompts().
+        Where whole steps are captured, so are padded prompt steps, see _capture_prompts().
         Returns (rows, drafts) -> ms. On a CPU only the smallest and the largest rows run.
         """
         shapes = self._warm_up_shapes()
@@ -195,10 +195,10 @@ class Worker:
         return step_ms
 
     def _capture_prompts(self) -> tuple[int, ...]:
-        """Capture padded prompt steps while the host needs longer to launch one than the device to
-        run it -> their token counts.
+        """Capture padded prompt steps, shortest first -> their token counts.
 
-        Longer steps run without a graph, which pads nothing: there the launches cost no time.
+        The first one that takes the device longer than an eager step's launches take the host ends
+        the list. Longer steps run without a graph and without padding: their launches cost no time.
         """
         shapes = [padded_prompt_step(self.plan, tokens) for tokens in self.prompt_buckets]
         host_ms = 0.0

@@ -7,10 +7,11 @@ import pytest
 
 from lockstep.check import Shard, run_check
 from lockstep.check.checked_model import CheckedModel
+from lockstep.check.collector import Collector
 from lockstep.check.deadline import TIME_UP
 from lockstep.check.matrix.setups import Setup
 from lockstep.check.report.report import Report
-from lockstep.check.run import OTHER_SHARD, _frozen
+from lockstep.check.run import OTHER_SHARD
 from lockstep.check.scenarios.examiner import Effort
 from lockstep.errors import CapacityError, ConfigError
 from lockstep.worker.local_ranks import LocalRanks
@@ -138,10 +139,24 @@ def test_auto_drafting_is_that_of_a_server(model: str) -> None:
     assert (checked.rows, checked.drafting, checked.graphs[-1]) == (5, None, "none")
 
 
+def test_survivors_of_collections_are_frozen_until_the_end() -> None:
+    gc.unfreeze()
+    try:
+        collector = Collector()
+        with collector.freezing():
+            frozen = gc.get_freeze_count()
+            survivors = [[] for _ in range(1000)]
+            collector.collect()
+            assert gc.get_freeze_count() >= frozen + len(survivors)
+        assert not gc.get_freeze_count()
+    finally:
+        gc.freeze()
+
+
 def test_objects_that_the_caller_froze_stay_frozen() -> None:
     gc.freeze()
     try:
-        with _frozen():
+        with Collector().freezing():
             pass
         # Some may be freed meanwhile; unfreeze() would leave none.
         assert gc.get_freeze_count()

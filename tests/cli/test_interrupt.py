@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_processes import ForkedProgram
 from tests.serve.server_process import COMMAND, PATIENCE, engine_of, is_gone
 
 PROGRAM = """
@@ -108,13 +109,17 @@ def run_program(program: str) -> "subprocess.CompletedProcess[str]":
 )
 def test_ctrl_c_while_a_model_loads(arguments: list[str], twice: bool) -> None:
     program = LOADING.replace("ARGUMENTS", repr(arguments)).replace("TWICE", str(twice))
-    done = run_program(program)
-    assert done.returncode in INTERRUPTED, done.stderr
-    assert "Traceback" not in done.stderr
+    running = ForkedProgram(program, [])
+    try:
+        stdout, stderr = running.communicate(PATIENCE)
+    finally:
+        running.kill()
+    assert running.returncode in INTERRUPTED, stderr
+    assert "Traceback" not in stderr
     if arguments[0] == "check":  # it reports what was compared
-        assert "Stopped early" in done.stdout + done.stderr
+        assert "Stopped early" in stdout + stderr
         return
-    (line,) = [one for one in done.stderr.splitlines() if one.startswith("Interrupted")]
+    (line,) = [one for one in stderr.splitlines() if one.startswith("Interrupted")]
     assert line.startswith(f"Interrupted: lockstep {arguments[0]}")
     assert line.endswith(", while loading.")
 

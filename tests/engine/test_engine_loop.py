@@ -7,6 +7,7 @@ import pytest
 
 from lockstep.engine.engine import Engine
 from lockstep.engine.engine_loop import Delivery, EngineLoop, TokenUpdate
+from lockstep.errors import RankError
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from tests.bundled_model import make_engine
@@ -83,4 +84,35 @@ def test_loop_returns_reason_of_failure(engine: Engine, monkeypatch: pytest.Monk
     loop = EngineLoop(engine, fail)
     loop.submit([make_request("a", 5)])
     assert loop.run() == "it failed outside of a step"
+    engine.clear()
+
+
+@pytest.mark.parametrize(
+    ("error", "has_traceback"),
+    [(RankError("rank 1 of 2 ended by SIGKILL"), False), (RuntimeError("of this rank"), True)],
+    ids=["another rank", "this rank"],
+)
+def test_log_of_a_failed_step_has_the_traceback_of_its_own_rank(
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    has_traceback: bool,
+) -> None:
+    """A lost rank is named; the layers in which this rank waited for it are not shown."""
+
+    def fail(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(engine.executor, "execute", fail)
+    monkeypatch.setattr(engine.executor, "probe", fail)
+    loop = EngineLoop(engine, lambda batch: None)
+    loop.submit([make_request("a", 5)])
+    reason = loop.run()
+    assert reason is not None and reason.startswith("a step failed, and so did an empty one")
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2 and messages[1] == f"the engine cannot go on: {reason}"
+    assert messages[0].startswith("a step failed; its requests go on from their tokens: a")
+    assert [bool(record.exc_info) for record in caplog.records] == [has_traceback] * 2
+    assert has_traceback or all("rank 1 of 2" in message for message in messages)
     engine.clear()

@@ -7,12 +7,13 @@ import pickle
 import signal
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe, get_context
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import Mock
 
@@ -27,7 +28,7 @@ from lockstep.engine.async_engine import (
     Stream,
 )
 from lockstep.engine.engine_process import STEPS_NICENESS, _Host, lower_priority
-from lockstep.engine.messages import Began, Idle, StopAudits, Updates
+from lockstep.engine.messages import Began, EngineRequest, Idle, StopAudits, Updates
 from lockstep.engine.process_transport import (
     MAX_RESTARTS,
     ProcessTransport,
@@ -447,6 +448,33 @@ def test_engine_that_serves_is_restarted_without_limit(
     assert transport._may_restart(explained) and transport._may_restart(serving)
     ends = [transport._may_restart(explained) for _ in range(MAX_FAILED_REQUESTS)]
     assert ends == [True] * (MAX_FAILED_REQUESTS - 1) + [False]
+
+
+def test_request_that_cannot_be_pickled_is_refused_alone(client: AsyncEngine) -> None:
+    """Otherwise the thread that sends commands would end, and all requests would wait for ever."""
+
+    async def work() -> None:
+        odd, plain = make_request("odd"), make_request("plain")
+        odd.params.logit_bias = MappingProxyType({5: 1.0})  # type: ignore[assignment]
+        streams = {request.id: Stream() for request in (odd, plain)}
+        client.submit([(request, streams[request.id].put) for request in (odd, plain)])
+        with pytest.raises(RequestError, match="cannot be sent to the engine: .*mappingproxy"):
+            await read(streams["odd"])
+        assert (await read(streams["plain"]))[-1].finish_reason == "length"
+
+        assert tokens_of(await read(client.stream(make_request("later"))))
+
+    run(work())
+
+
+def test_form_that_a_grammar_replaces_is_not_sent() -> None:
+    """Its schema may have mappings of any class, which the engine's process cannot import."""
+    request = make_request("a")
+    schema = defaultdict(lambda: "object", type="object")
+    request.params = SamplingParams(structured_outputs={"json": schema})
+    request.grammar = Mock(recipe="recipe")
+    received = pickle.loads(pickle.dumps(EngineRequest.of(request)))
+    assert (received.grammar, received.params) == ("recipe", SamplingParams())
 
 
 def test_engine_is_idle_after_a_grammar_that_cannot_be_compiled(client: AsyncEngine) -> None:

@@ -130,6 +130,13 @@ def test_network_error_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_missing_gguf_file_is_named_as_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is also that of a hub id."""
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    with pytest.raises(ConfigError, match="neither an existing folder or GGUF file, nor a hub id"):
+        find_model("folder/model.gguf")
+
+
 def test_cached_model_serves_without_network(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
     snapshot = make_snapshot(cache, "someone/something")

@@ -1339,6 +1339,41 @@ FAULTS = (
         "    ...",
         f"{OF_FORCED}::test_other_token_is_an_error_or_reported",
     ),
+    Fault(
+        "a mismatch counts from the beginning of its window", "scheduler", SCHEDULER,
+        "Scheduler._append_tokens",
+        "ForcedMismatch($first + $at, $result.tokens[$at], $chosen)",
+        "ForcedMismatch($at, $result.tokens[$at], $chosen)",
+    ),
+    Fault(
+        "a forced token that ends an answer by mismatch is appended", "request",
+        "scheduling.request", "Request.append",
+        "for $index, $token in enumerate($tokens):\n"
+        "    ...\n"
+        "    if self._ends_by_mismatch():\n"
+        "        return $index\n"
+        "    ...",
+        "for $index, $token in enumerate($tokens):\n"
+        "    ...\n"
+        "    if self._ends_by_mismatch():\n"
+        "        self.output_token_ids.append($token)\n"
+        "        return $index + 1\n"
+        "    ...",
+    ),
+    Fault(
+        "logits of rows that want log-probabilities go to the first rows", "worker", WORKER,
+        "Worker._copy_logits",
+        "for $i, $copied in zip($indices, $rows, strict=True):\n"
+        "    $copies[$i] = $copied",
+        "for $i, $copied in zip(range(len($indices)), $rows, strict=True):\n"
+        "    $copies[$i] = $copied",
+    ),
+    Fault(
+        "of stop strings that end together the shortest ends the text", "text", "text.scan",
+        "Scan._matched",
+        "max(filter($suffix.endswith, $spellings), key=len)",
+        "min(filter($suffix.endswith, $spellings), key=len)",
+    ),
     # Mamba-2 and Nemotron-H: the bundled model has neither.
     Fault(
         "a window of Mamba-2 keeps x where it should keep dt x", "mixer", MAMBA, "mamba2_step_cpu",

@@ -50,6 +50,15 @@ class LocalFleet:
         death = self._deaths[name]
         self.hosts[name]._loop.call_soon_threadsafe(death.set)
 
+    def disconnect(self, name: str) -> None:
+        """Break the connections to a replica, which lives on."""
+
+        def break_all() -> None:
+            self._deaths[name].set()
+            self._deaths[name] = asyncio.Event()
+
+        self.hosts[name]._loop.call_soon_threadsafe(break_all)
+
     async def run(self, call: Call) -> AsyncIterator[OtherNumerics]:
         """See Fleet."""
         while (name := call.router and call.router.choose(call, self._listed)) is None:
@@ -81,7 +90,7 @@ class LocalFleet:
             self.hosts[name].stop()
 
     async def _until_death(self, name: str, items: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        """Yield the items of a replica until it is killed."""
+        """Yield the items of a replica until it is killed or the connection breaks."""
         death = asyncio.ensure_future(self._deaths[name].wait())
         try:
             while True:
@@ -89,6 +98,8 @@ class LocalFleet:
                 done, _ = await asyncio.wait({item, death}, return_when=asyncio.FIRST_COMPLETED)
                 if death in done:
                     item.cancel()
+                    await asyncio.wait({item})
+                    await items.aclose()  # type: ignore[attr-defined]
                     raise ReplicaLostError("it was killed")
                 try:
                     yield item.result()

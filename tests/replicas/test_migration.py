@@ -359,3 +359,30 @@ def test_a_replica_that_comes_back_counts_once(monkeypatch: pytest.MonkeyPatch) 
             assert not replicas.transport._lost_stats
 
     asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_a_replica_that_is_listed_again_before_it_is_drained_serves_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Two listeners of one replica would end each other again and again."""
+
+    async def work() -> None:
+        async with running() as replicas:
+            fleet = replicas.fleet
+
+            def relist() -> None:
+                fleet.list("b")
+                fleet.list("a", "b")
+
+            params = [replace(SEEDED, max_tokens=LENGTH) for _ in range(4)]
+            await replicas.answers(PROMPTS[:4], params, relist)
+            await asyncio.sleep(2 * transport_module.DRAIN_SECONDS)
+            await replicas.until_ready()
+            assert sorted(replicas.transport._members) == ["a", "b"]
+            before = len(fleet.routed)
+            await replicas.answers(PROMPTS[:4], params, None)
+            assert {name for _, name in fleet.routed[before:]} == {"a", "b"}
+            assert not replicas.transport.moved_total
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+    assert "is lost" not in caplog.text

@@ -107,6 +107,21 @@ def test_an_engine_that_restarts_gets_requests_only_if_no_other_runs() -> None:
     assert choose(router, "next", [5] * LONG) == "a"
 
 
+def test_calls_on_a_replica_that_is_listed_again_count() -> None:
+    """It was not drained: its calls go on."""
+    router = make_router("a")
+    for index in range(4):
+        choose(router, f"{index}", [index] * LONG)
+    for names in ((), ("a", "b")):
+        router.update(names)
+    for name in ("a", "b"):
+        router.introduce(name, Hello("ls-a", ROWS, 1000))
+    assert {choose(router, f"later {i}", [10 + i] * LONG) for i in range(4)} == {"b"}
+    for index in range(4):
+        router.end(f"{index}")
+    assert choose(router, "last", [20] * LONG) == "a"
+
+
 def test_numerics_decide_before_prefixes() -> None:
     router = make_router("a", "b")
     refused: list[tuple[str, Any]] = []

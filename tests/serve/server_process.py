@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.forked_processes import ForkedProgram
+from tests.forked_processes import ForkedProgram, engine_of_program
 
 PATIENCE = 90.0
 """Time limit in seconds of a server's start or answer."""
@@ -58,8 +58,10 @@ def _listens(path: Path) -> bool:
         return probe.connect_ex(str(path)) == 0
 
 
-def engine_of(running: "subprocess.Popen[str]") -> int:
+def engine_of(running: subprocess.Popen[str] | ForkedProgram) -> int:
     """Return the process id of a server's engine."""
+    if isinstance(running, ForkedProgram):
+        return engine_of_program(running.pid)
     threads = Path(f"/proc/{running.pid}/task").iterdir()
     children = [pid for item in threads for pid in (item / "children").read_text().split()]
     (result,) = [pid for pid in children if b"spawn_main" in _command(pid)]

@@ -321,10 +321,6 @@ def test_reasoning_summary_replaces_missing_content(server: Any, processor: Any)
             },
             "tools.view_image = false",
         ),
-        (
-            {"input": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]},
-            "input[1].role='system': the chat template refuses these messages: Too late",
-        ),
     ],
 )
 def test_responses_error_names_path_and_remedy(server: Any, body: Any, message: str) -> None:
@@ -333,14 +329,50 @@ def test_responses_error_names_path_and_remedy(server: Any, body: Any, message: 
     assert message in response.json()["error"]["message"], response.text
 
 
+LATE: list[Any] = [
+    {"role": "system", "content": "first"},
+    {"role": "user", "content": "a"},
+    {"role": "system", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]},
+    {"role": "assistant", "content": "d"},
+    {"role": "user", "content": "e"},
+]
+REMINDER = "<|im_start|>user\n<system-reminder>\nb\nc\n</system-reminder><|im_end|>\n"
+SHOWN = (
+    "<|im_start|>system\nfirst<|im_end|>\n<|im_start|>user\na<|im_end|>\n"
+    + REMINDER
+    + "<|im_start|>assistant\nd<|im_end|>\n<|im_start|>user\ne<|im_end|>\n"
+)
+
+
+def test_late_system_message_becomes_one_of_the_user(server: Any, processor: Any) -> None:
+    """Claude Code sends one in every session, and the templates of Qwen3.5 and 3.6 refuse them."""
+    sent = {"system": "first", "messages": LATE[1:]}
+    assert post(server, MESSAGES, **sent, max_tokens=9).status_code == 200
+    assert SHOWN in last_prompt(server, processor)
+    counted = post(server, f"{MESSAGES}/count_tokens", **sent).json()["input_tokens"]
+    assert counted == len(server.client.requests[-1].prompt_token_ids)
+    # The prompt only grows, so that its prefix stays cached.
+    before = last_prompt(server, processor).removesuffix("<|im_start|>assistant\n")
+    more = [*LATE[1:], {"role": "assistant", "content": "f"}, LATE[2]]
+    assert post(server, MESSAGES, system="first", messages=more, max_tokens=9).status_code == 200
+    assert last_prompt(server, processor).startswith(before)
+    inputs = [{**item, "content": "b\nc"} if item is LATE[2] else item for item in LATE]
+    for role in ("system", "developer"):
+        items = [{**i, "role": role} if i["role"] == "system" else i for i in inputs]
+        assert post(server, RESPONSES, input=items).status_code == 200
+        assert SHOWN in last_prompt(server, processor)
+
+
+def test_late_system_message_of_a_chat_is_refused(server: Any) -> None:
+    response = post(server, "/v1/chat/completions", messages=LATE)
+    message = response.json()["error"]["message"]
+    assert message.startswith("messages[2].role='system': the chat template refuses")
+
+
 @pytest.mark.parametrize("path", [MESSAGES, f"{MESSAGES}/count_tokens"])
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (
-            {"role": "system", "content": "b"},
-            "messages[1].role='system': the chat template",
-        ),
         (
             {
                 "role": "assistant",
@@ -355,6 +387,10 @@ def test_responses_error_names_path_and_remedy(server: Any, body: Any, message: 
             "messages[1].content[0].content: this server reads text only",
         ),
         ({"role": "user", "content": [{"type": "document"}]}, "messages[1].content[0]: type='doc"),
+        (
+            {"role": "user", "content": [{"type": "text"}]},
+            "messages[1].content[0].text: Field required",
+        ),
     ],
 )
 def test_messages_error_names_path(server: Any, path: str, entry: Any, message: str) -> None:

@@ -143,11 +143,25 @@ def test_allow_header_lists_all_methods(server, path, methods):
     )
 
 
+def test_slash_at_the_end_is_a_relative_redirect(server):
+    """Behind a proxy with TLS an absolute one would lead to http, where clients send no key."""
+    answer = fetch(server, "POST", "/v1/completions/?a=b", json={"prompt": "the"})
+    assert (answer.status_code, answer.headers["location"]) == (307, "../completions?a=b")
+    answer = fetch(
+        server, "POST", "/v1/completions/", json={"prompt": "the"}, follow_redirects=True
+    )
+    assert answer.status_code == 200 and answer.json()["choices"]
+    for path in ("/v2/", "/v1/completions//", "//evil.example/", "/"):
+        assert fetch(server, "POST", path).status_code in (404, 405)
+
+
 @pytest.mark.parametrize(("error", "status"), [(RequestError("no", "x"), 400), (KeyError(1), 500)])
 def test_engine_errors(server, error, status):
     server.client.error = error
     answer = fetch(server, "POST", "/v1/completions", json={"prompt": "x"})
     assert answer.status_code == status
+    # After a 500 the connection is closed, and a client must not send its next request on it.
+    assert (answer.headers.get("connection") == "close") == (status == 500)
     with pytest.raises(openai.APIError):
         create_completion(server, prompt="x", stream=True)
     server.client.error = None

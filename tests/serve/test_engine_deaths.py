@@ -31,6 +31,8 @@ from lockstep.__main__ import main
 sys.argv = ["lockstep", *sys.argv[1:]]
 main()
 """
+FORKS = "from tests.forked_processes import fork_engines\n\nfork_engines()\n"
+"""Lines before SERVER for which a new engine imports nothing."""
 OPTIONS = ["--max-model-len", "1024", "--max-num-seqs", "16", "--speculative-config"]
 OPTIONS += ['{"method": "mtp", "num_speculative_tokens": 3}', "--step-timeout", "5"]
 WAYS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGUSR1, signal.SIGUSR2)
@@ -174,7 +176,7 @@ def test_answers_survive_the_death_of_their_engine(tmp_path: Path) -> None:
     """Kill the engine once, while one request of each kind runs."""
     path = tmp_path / "s"
     numbers = range(len(REQUESTS))
-    with served(path, *OPTIONS, code=SERVER) as (running, client):
+    with served(path, *OPTIONS, code=FORKS + SERVER) as (running, client):
         expected = dict(asyncio.run(answers(path, numbers, len(numbers))))
         # Counters are those of the last heartbeat: tokens of these answers must not count as new.
         time.sleep(0.6)

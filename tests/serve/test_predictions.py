@@ -63,7 +63,7 @@ def test_prediction_changes_counts_and_no_answer(server: SimpleNamespace) -> Non
         ("text", "prediction"),
         ({}, "prediction.type"),
         ({"type": "other", "content": "a"}, "prediction.type"),
-        ({"type": "content"}, "prediction"),
+        ({"type": "content"}, "prediction.content: Field required"),
         ({"type": "content", "content": 3}, "prediction.content"),
         ({"type": "content", "content": ["a"]}, "prediction.content[0]"),
         ({"type": "content", "content": [{"type": "image"}]}, "prediction.content[0]"),

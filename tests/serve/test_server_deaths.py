@@ -49,7 +49,9 @@ MIN_KILLS = 4
 SERVER = """
 import sys
 from lockstep.__main__ import main
+from tests.forked_processes import fork_engines
 
+fork_engines()
 sys.argv = ["lockstep", *sys.argv[1:]]
 main()
 """

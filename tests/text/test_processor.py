@@ -1,7 +1,10 @@
 """Prompts to requests, tokens to completions, and chat templates."""
 
+import pickle
 import time
+from types import MappingProxyType
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,6 +49,38 @@ def test_requests_fan_out(processor):
     assert drawn.seed != other.seed and drawn.prompt_token_ids == [1, 2]
 
 
+def test_request_shares_no_list_with_the_parameters_of_its_caller(processor: Processor) -> None:
+    """Callers change their lists while requests wait, and some mappings cannot be pickled."""
+    bias = {5: 1.5}
+    stops = [3]
+    word = [4, 6]
+    params = SamplingParams(
+        logit_bias=MappingProxyType(bias),  # type: ignore[arg-type]
+        allowed_token_ids=range(40),
+        bad_words_ids=(word,),
+        stop_token_ids=stops,
+        forced_token_ids=(1,),
+        prediction=range(3),
+        stop=("dog",),
+        seed=1,
+    )
+    (request,) = processor.requests("r", list(np.arange(1, 3)), params)
+    assert list(map(type, request.prompt_token_ids)) == [int, int]
+    bias[5] = 2.5
+    for tokens in (stops, word):
+        tokens.append(7)
+    assert pickle.loads(pickle.dumps(request.params)) == SamplingParams(
+        logit_bias={5: 1.5},
+        allowed_token_ids=list(range(40)),
+        bad_words_ids=[[4, 6]],
+        stop_token_ids=[3],
+        forced_token_ids=[1],
+        prediction=[0, 1, 2],
+        stop=["dog"],
+        seed=1,
+    )
+
+
 def test_completions_of_one_request_compile_their_grammar_once(processor, monkeypatch):
     created = []
     compiled = processor.grammars._compile
@@ -72,6 +107,13 @@ def test_completions_of_one_request_compile_their_grammar_once(processor, monkey
     )
     fresh.grammar(grammars[1].recipe).prepare()
     assert len(once) == 1, "an engine that does not know it compiles it once"
+
+
+@pytest.mark.parametrize("salt", ["", "x" * 257, "\ud800", 7])
+def test_salt_that_is_no_text_is_refused(processor: Processor, salt: object) -> None:
+    """KV events cannot have half of a surrogate pair."""
+    with pytest.raises(RequestError, match="cache_salt=.* is not allowed"):
+        processor.requests("r", {"prompt": "fox", "cache_salt": salt}, SamplingParams())
 
 
 def test_bad_words_include_a_leading_space(processor):

@@ -25,6 +25,7 @@ from lockstep.worker.capture_checks import Fault, OwnMemory
 from lockstep.worker.executor import worker_of
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.row_table import RowTable
+from tests.worker.recorded_graphs import num_decode_graphs
 
 pytestmark = pytest.mark.gpu
 
@@ -90,12 +91,12 @@ def answer(output: Any) -> Answer:
 
 
 def num_graphs(llm: LLM) -> int:
-    """Return the number of recorded graphs of the engine."""
+    """Return the number of recorded graphs of decode steps, whole or in pieces."""
     runner = worker_of(llm.engine)
     faces: list[Any] = [*runner.run_step]
     for module in runner.model.modules():
         faces.append(vars(module).get("tokenwise"))
-    return sum(len(face.recordings) for face in faces if isinstance(face, CapturedFunction))
+    return sum(num_decode_graphs(face) for face in faces if isinstance(face, CapturedFunction))
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from lockstep.kernels.architecture import (
 from lockstep.kernels.backends import load as load_backends
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.scheduling.chunks import FORCED_WINDOWS
+from lockstep.step import StepShape
 from lockstep.worker.build import sized, step_limits
 from lockstep.worker.dry_run import (
     BLOCK_BYTES,
@@ -28,9 +29,11 @@ from lockstep.worker.dry_run import (
     _indexed,
     _WithoutDevice,
     allocated,
+    step_bytes,
 )
 from lockstep.worker.joint_steps import LARGEST_GRAPHS, MAX_GRAPHS
 from lockstep.worker.memory_estimate import DryEngine, graph_bytes
+from lockstep.worker.program import Forwarded, Program
 from tests.tiny_model import make_model
 
 
@@ -50,6 +53,26 @@ def test_allocation_counter_tracks_live_and_peak() -> None:
 
 def test_allocated_counts_returned_tensors() -> None:
     assert allocated(lambda: torch.ones(128).neg()) == BLOCK_BYTES
+
+
+class ProgramWithAuxiliaryStates(Program):
+    """Program of which each tensor takes one block. decide returns no auxiliary hidden state."""
+
+    def __init__(self) -> None:
+        pass
+
+    def forward(self, *shapes: StepShape) -> tuple[Forwarded, ...]:
+        hidden, auxiliary, logits = (torch.ones(128) for _ in range(3))
+        return (Forwarded(None, hidden, (auxiliary,), logits, shapes),)  # type: ignore[arg-type]
+
+    def decide(self, forwarded: Forwarded) -> Any:
+        return None, forwarded.hidden, forwarded.logits, None
+
+
+def test_results_of_a_step_include_auxiliary_hidden_states() -> None:
+    """The graph of forward keeps them for that of decide."""
+    _, kept = step_bytes(ProgramWithAuxiliaryStates(), StepShape.uniform(1, 1))
+    assert kept == 3 * BLOCK_BYTES
 
 
 @pytest.mark.parametrize(
@@ -170,7 +193,9 @@ def test_graphs_share_memory_except_results(folder: Path) -> None:
     tokens += sum(FORCED_WINDOWS)
     shapes += len(limits.prompt_buckets) + 2 * MAX_GRAPHS
     assert limits.prompt_buckets == (64,)
-    working, kept, padded_kept = 10_000, 1600, 300
+    working = 10_000
+    kept = 1600
+    padded_kept = 300
     expected = working + kept * tokens // 16 + padded_kept + LARGEST_GRAPHS * (kept + padded_kept)
     graphs = graph_bytes(limits, working, kept, kept + padded_kept)
     assert graphs - shapes * (2 << 20) == expected

@@ -37,10 +37,10 @@ def test_launch_does_not_synchronize(drafter: str, monkeypatch: pytest.MonkeyPat
     launch = runner.launch
     launched = []
 
-    def capture_checks(schedule: Any) -> Any:
+    def capture_checks(*arguments: Any) -> Any:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            launched.append(launch(schedule))
+            launched.append(launch(*arguments))
         finally:
             torch.cuda.set_sync_debug_mode("default")
         return launched[-1]

@@ -26,6 +26,7 @@ from pydantic import BaseModel
 from lockstep import LLM
 from lockstep.cache.host_tier import Move
 from lockstep.check.random_adapters import write_random_adapter
+from lockstep.cli.show import summary
 from lockstep.config import EngineConfig
 from lockstep.engine_builder import build_engine
 from lockstep.errors import ConfigError, EngineDeadError, LockstepError
@@ -117,6 +118,7 @@ def test_a_node_gives_the_answers_of_one_process(brief_silence: None) -> None:
     other = NodeThread(node_config(port, speculative_config=DRAFTING))
     settings = {"tensor_parallel_size": 2, "nnodes": 2, "master_port": port}
     llm = make_engine("mtp", **settings)
+    assert " on cpu, 2 ranks on 2 nodes, mtp K=" in summary(llm.engine.facts)
     assert [answer(out) for out in llm.generate(PROMPTS[:3], params)] == expected
     executor_of(llm.engine).probe()
     with pytest.raises(ConfigError, match="test_nodes.*not allowed in a message between nodes"):

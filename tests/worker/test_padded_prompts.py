@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep import LLM
+from lockstep.config import PADDED_PROMPTS
 from lockstep.scheduling.schedule import RowSpec
 from lockstep.step import StepShape
 from lockstep.worker.executor import worker_of
 from lockstep.worker.program import Outcome
 from lockstep.worker.step_observer import StepObserver
-from lockstep.worker.step_shapes import PADDED_PROMPTS, prompt_step
+from lockstep.worker.step_shapes import prompt_step
+from lockstep.worker.step_timer import StepTimer
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, make_engine
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -84,16 +87,17 @@ def test_padding_changes_no_answer(name: str) -> None:
     assert {shape.tokens for shape in shapes if shape.padded} & set(BUCKETS)
 
 
-def test_padding_past_the_maximum_length_writes_no_page_of_a_row() -> None:
+def test_padding_to_the_maximum_length_changes_no_answer() -> None:
     settings = dict(max_model_len=128, max_num_seqs=1)
     prompt = {"prompt_token_ids": list(range(1000, 1120))}
     expected = make_engine(None, **settings).generate(prompt, PARAMS[0])
-    padded = make_engine(None, **settings, prompt_buckets=(1024,))
+    padded = make_engine(None, **settings, prompt_buckets=(128, 256))
+    assert padded.engine.plan.prompt_buckets == (128,), "positions of 256 tokens have no table"
     assert answer(padded.generate(prompt, PARAMS[0])[0]) == answer(expected[0])
 
 
 def test_steps_of_many_prompts_or_tokens_are_not_padded() -> None:
-    limits = make_engine(None, prompt_buckets=BUCKETS).engine.plan
+    limits = replace(make_engine(None).engine.plan, max_num_seqs=64)
     padded = prompt_step(limits, [5, 4], BUCKETS)
     assert (padded.tokens, padded.query_len, padded.rows) == (24, 24, PADDED_PROMPTS + 1)
     assert padded.is_captured and padded.prompt
@@ -107,3 +111,22 @@ def test_engines_pad_prompts_only_where_graphs_are_used() -> None:
     assert make_engine(None).engine.plan.prompt_buckets == ()
     plan = make_engine(None, prompt_buckets=(4096, 64, 64), max_num_batched_tokens=512).engine.plan
     assert plan.prompt_buckets == (64,), "ascending, none above max_num_batched_tokens"
+
+
+@pytest.mark.parametrize(("device_ms", "captured"), [((1.9, 2.1, 1.9), 1), ((1.0, 1.5, 1.9), 3)])
+def test_prompts_are_captured_up_to_the_first_that_takes_longer_than_its_launches(
+    device_ms: tuple[float, ...], captured: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = worker_of(make_engine(None, prompt_buckets=BUCKETS).engine)
+    host_seconds = iter((0.0, 9.0, 9.0, 9.002))  # the first run compiles, the second takes 2 ms
+    device_times = iter(device_ms)
+
+    class FakeTimer(StepTimer):
+        def wait(self) -> None:
+            self.began = 0.0
+            self.ended = next(device_times) / 1000
+
+    monkeypatch.setattr("lockstep.worker.worker.perf_counter", lambda: next(host_seconds))
+    monkeypatch.setattr("lockstep.worker.worker.StepTimer", FakeTimer)
+    with torch.inference_mode():
+        assert worker._capture_prompts() == BUCKETS[:captured]

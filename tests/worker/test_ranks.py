@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from lockstep import LLM
+from lockstep.cli.show import summary
 from lockstep.config import EngineConfig
 from lockstep.engine_builder import build_engine
 from lockstep.errors import ConfigError, EngineDeadError, LockstepError, RankError
@@ -91,6 +92,7 @@ def test_processes_give_the_answers_of_one_rank_until_one_is_killed(
     params.append(replace(GREEDY, max_tokens=max_tokens))
     expected = [answer(out) for out in make_engine("mtp").generate(PROMPTS, params)]
     llm = make_engine("mtp", tensor_parallel_size=2)
+    assert " on cpu, 2 ranks, mtp K=" in summary(llm.engine.facts)
     executor_of(llm.engine).collective_rpc(start_child)
     assert [answer(out) for out in llm.generate(PROMPTS, params)] == expected
     (process,) = processes(llm)

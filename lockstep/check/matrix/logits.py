@@ -4,7 +4,6 @@ It needs no trained weights, so it works at the dimensions of any model. The pla
 no drafts, no graphs, no chunked prefill and an empty cache.
 """
 
-import gc
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -43,8 +42,7 @@ def run_logits(checked: CheckedModel, deadline: Deadline = NO_DEADLINE) -> None:
     long = long_length(size, checked.device, max_context)
 
     def build_setup(setup: Setup, **ranks: int) -> CheckEngine:
-        # Objects of an engine refer to each other: only a collection frees its memory.
-        gc.collect()
+        checked.collector.collect()
         arguments = {**engine_settings(setup, size, long), "skip_tokenizer_init": True}
         settings = settings_with(arguments, {**checked.settings, **ranks})
         return build(checked.name, settings, setup.hooks(), None, checked.rank_pool)
@@ -82,7 +80,7 @@ def run_logits(checked: CheckedModel, deadline: Deadline = NO_DEADLINE) -> None:
         if not known:
             continue
         _run_engine(partial(build_setup, setup), setup, known, comparison, texts, deadline)
-    gc.collect()
+    checked.collector.collect()
     total = report.planned[LOGITS_CASES]
     if (deadline.passed or len(expected) < len(cases)) and comparison.compared < total:
         missing = f"{total - comparison.compared} of {total} outputs of {LOGITS}"

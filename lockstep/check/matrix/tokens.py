@@ -1,6 +1,5 @@
 """Token matrix: every output of every engine must equal the plain run's, bit for bit."""
 
-import gc
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -91,9 +90,7 @@ class TokenMatrix:
                 break
             checked.progress(f"{section}: {setup.drafting}, {setup.phase}", done, len(engines))
             _run_engine(setup, engine_batches, comparison, checked, deadline)
-            # An engine's objects refer to each other: only a collection frees its memory for the
-            # next.
-            gc.collect()
+            checked.collector.collect()
             if self.fail_fast and len(report.failures) > num_failures:
                 break
         total = sum(len(batch.cases) for _, engine_batches in runs for batch in engine_batches)

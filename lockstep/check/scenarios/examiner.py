@@ -1,6 +1,5 @@
 """Run random scenarios, compare them with plain runs, and shrink the first that differs."""
 
-import gc
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.answer import Answer
+from lockstep.check.collector import Collector
 from lockstep.check.drafters import NO_DRAFTER
 from lockstep.check.engines import CheckEngine
 from lockstep.check.events import ACCEPTED, CACHED, DRAFTED, FORCED, PREEMPTIONS
@@ -77,18 +77,22 @@ class Examination:
 
 
 class Examiner:
-    """Comparison of scenarios with plain runs. It caches the engine of the last kind."""
+    """Comparison of scenarios with plain runs. It caches the engine of the last kind.
 
-    def __init__(self, plain: PlainRuns, build: Build) -> None:
+    collector: frees that engine before the next one is built.
+    """
+
+    def __init__(self, plain: PlainRuns, build: Build, collector: Collector | None = None) -> None:
         self.plain = plain
         self.build = build
+        self.collector = collector or Collector()
         self._runner: ScenarioRunner | None = None
 
     def runner(self, kind: Kind) -> ScenarioRunner:
         """Return a runner with an engine of this kind."""
         if self._runner is None or self._runner.kind != kind:
             self._runner = None
-            gc.collect()
+            self.collector.collect()
             self._runner = ScenarioRunner(self.build(kind), kind)
         return self._runner
 

@@ -24,6 +24,7 @@ from lockstep.check.scenarios.invariants import AT_ONCE
 from lockstep.check.scenarios.request_writer import SALT, Family, RequestWriter, WrittenRequest
 from lockstep.check.scenarios.scenario import (
     IN_HOST_MEMORY,
+    IN_PROMPT,
     MAX_HOST_PAGES,
     MAX_PAGES,
     NEVER,
@@ -52,10 +53,14 @@ HOST_PAGES = {"none": (0,), "one": (1,), "few": (2, 5), "many": (MAX_HOST_PAGES,
 """Pages, and snapshots, of the host tier."""
 LAST_ARRIVAL = 16
 """Step before which twins arrive."""
+TWIN_LOGPROBS = 1
+"""Log-probabilities of the prompt of some twins, and of no other request."""
 OTHER_SALT = 0.3
 """Share of the twins with another salt than their request."""
 FILLER_PAGES = 8
 """Pages of a prompt that evicts others."""
+GRAMMARS = {"structured_outputs", "thinking_token_budget"}
+"""Parameters that make a grammar."""
 Values = dict[str, str]
 """Value of each feature, by the feature's name."""
 
@@ -157,7 +162,10 @@ class ScenarioGenerator:
         requests = self._scheduled(rng, written)
         chosen = [one for one in written if rng.random() < self.twins]
         twins = [twin for one in chosen if (twin := _undisturbed(rng, one)) is not None]
-        requests = (*requests, *(twin.request for twin in twins))
+        twins += _twins_of_moved_prompts(random.Random(f"twins {self.seed} {index}"), written)
+        # No value counts as met by a request whose answer ends at a wrong token.
+        wrong = _with_wrong_token(random.Random(f"wrong {self.seed} {index}"), written)
+        requests = (*requests, *(twin.request for twin in twins), *wrong)
         limits = self._limits(rng, kind, planned[0], requests, [w for o in written for w in o.warm])
         scenario = Scenario(
             kind,
@@ -291,6 +299,54 @@ def _undisturbed(rng: random.Random, written: WrittenRequest) -> WrittenRequest 
         undisturbed = replace(undisturbed, salt="" if request.salt else SALT)
         values["salt"] = "none" if request.salt else "own"
     return WrittenRequest(replace(undisturbed, arrival=arrival), values)
+
+
+def _twins_of_moved_prompts(
+    rng: random.Random, written: list[WrittenRequest]
+) -> list[WrittenRequest]:
+    """Return twins of aborted requests that lose their row within their prompt to another request.
+
+    A twin is not aborted, and no other request has its number of prompt log-probabilities. Those of
+    a chunk that is in flight must not be computed for the row's next request.
+    """
+    twins = []
+    for one in written:
+        request = one.request
+        has_logprobs = request.params.get("prompt_logprobs") is not None
+        loses_row = request.preempt == (IN_PROMPT,) and request.returns != AT_ONCE
+        if not (loses_row and has_logprobs and request.abort != NEVER):
+            continue
+        twin = replace(
+            request,
+            params={**request.params, "prompt_logprobs": TWIN_LOGPROBS},
+            arrival=rng.randrange(2, LAST_ARRIVAL),
+            abort=NEVER,
+            again=False,
+            forced=0,
+        )
+        values = {**one.values, "aborted": USUAL["aborted"], "id": USUAL["id"], "forced": "none"}
+        values.pop("prompt logprobs", None)
+        twins.append(WrittenRequest(twin, values))
+    return twins
+
+
+def _with_wrong_token(
+    rng: random.Random, written: list[WrittenRequest]
+) -> tuple[ScenarioRequest, ...]:
+    """Return one of the requests, if any permits it, with a wrong token among its forced ones."""
+    # After a token that it forbids, a grammar has no state.
+    permitted = [
+        one for one in written if one.num_tokens and not GRAMMARS & one.request.params.keys()
+    ]
+    if not permitted:
+        return ()
+    one = rng.choice(permitted)
+    wrong = rng.randrange(one.num_tokens)
+    forced = rng.randrange(wrong + 1, one.num_tokens + 1)
+    undisturbed = replace(one.request, abort=NEVER, preempt=(), returns=AT_ONCE, again=False)
+    arrival = rng.randrange(2, LAST_ARRIVAL)
+    reports = rng.random() < 0.5
+    return (replace(undisturbed, forced=forced, wrong=wrong, reports=reports, arrival=arrival),)
 
 
 def _is_evicted(written: WrittenRequest) -> bool:

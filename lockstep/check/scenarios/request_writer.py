@@ -46,6 +46,8 @@ GRAMMAR_TOKENS = (10, 20, 30)
 """max_tokens of answers with a grammar."""
 BUDGETS = (0, 2, 5)
 """Maximum tokens of thoughts."""
+THOUGHT_BIAS = 30.0
+"""Bias by which a token wins over all tokens without one."""
 SALT = "of another"
 WORDS = "the harbour was quiet that morning and the storm was not there for two boats".split()
 """Words of rendered prompts."""
@@ -97,11 +99,15 @@ class Family:
 
 @dataclass(frozen=True)
 class WrittenRequest:
-    """Request with the values that it expresses, and the prompts that are cached before it."""
+    """Request with the values that it expresses, and the prompts that are cached before it.
+
+    num_tokens: tokens of its shortest completion.
+    """
 
     request: ScenarioRequest
     values: dict[str, str]
     warm: tuple[WarmPrefix, ...] = ()
+    num_tokens: int = 0
 
 
 @dataclass
@@ -167,7 +173,8 @@ class RequestWriter:
             if not self._is_accepted(draft):
                 draft.params = before
                 draft.refused.add(name)
-        self._refuse_unreached(draft, self._drop_errors(draft))
+        answers = self._drop_errors(draft)
+        self._refuse_unreached(draft, answers)
         preempted = values["preempted"]
         aborted = values["aborted"]
         forced = 0
@@ -189,7 +196,8 @@ class RequestWriter:
             conversation=draft.conversation,
         )
         kept = {name: value for name, value in values.items() if name not in draft.refused}
-        return WrittenRequest(request, kept, tuple(draft.warm))
+        num_tokens = min(len(answer.tokens) for answer in answers)
+        return WrittenRequest(request, kept, tuple(draft.warm), num_tokens)
 
     def _length(self, draft: Draft) -> int:
         """Choose the number of prompt tokens."""
@@ -504,6 +512,7 @@ def _bias(writer: RequestWriter, draft: Draft) -> None:
         bias = {t: rng.choice((-100.0, -3.0, 2.5, 6.0, 0.5)) for t in chosen}
     if draft.values["prompt"] == "thought ends" and writer.closing is not None:
         bias[writer.closing] = rng.choice((4.0, 8.0, 30.0))
+        _lengthen_thought(draft, writer.closing, bias)
     if draft.values["stop"] == "end of sequence" and writer.is_companion:
         # Random weights hardly ever end a text.
         for token in writer.plain.llm.processor.eos_ids:
@@ -511,6 +520,25 @@ def _bias(writer: RequestWriter, draft: Draft) -> None:
             bias[token] = rng.choice((4.0, 6.0, 30.0)) * max(draft.params["temperature"], 1.0)
     if bias:
         draft.params["logit_bias"] = bias
+
+
+def _lengthen_thought(draft: Draft, closing: int, bias: dict[int, float]) -> None:
+    """Put two tokens before the end of a thought whose answer then has a grammar.
+
+    The end is drafted after another draft then, and the grammar begins inside of a window. The bias
+    of the closing tag alone would make it the first token.
+    """
+    fits = draft.params["max_tokens"] >= SHORT[0]
+    if draft.is_usual("grammar") or not draft.is_usual("bad words") or not fits:
+        return
+    token = draft.prompt[len(draft.prompt) // 2]
+    scale = max(draft.params["temperature"], 1.0)
+    bias[closing] = THOUGHT_BIAS * scale
+    bias[token] = 2 * THOUGHT_BIAS * scale
+    draft.params["bad_words_ids"] = [[token] * 3]
+    if "allowed_token_ids" in draft.params:
+        allowed = {*draft.params["allowed_token_ids"], token}
+        draft.params["allowed_token_ids"] = sorted(allowed)
 
 
 def _bad_words(writer: RequestWriter, draft: Draft) -> None:
@@ -542,6 +570,16 @@ def _new_text_from(rng: random.Random, text: str, begin: int) -> int:
     return next(new, positions[0])
 
 
+def _other_strings(text: str, string: str) -> list[str]:
+    """Return more stop strings, with which `string` still ends the text.
+
+    The first never occurs. The second ends where `string` ends, and the longest match counts.
+    """
+    end = string[1:]
+    ends_together = text.find(end) == text.find(string) + 1
+    return ["\N{SNOWMAN}", end] if ends_together else ["\N{SNOWMAN}"]
+
+
 def _stops(writer: RequestWriter, draft: Draft) -> None:
     """End the answer by tokens or a string of the output; min_tokens is near the first one."""
     rng = draft.rng
@@ -569,12 +607,13 @@ def _stops(writer: RequestWriter, draft: Draft) -> None:
         earliest = min(len(text) * (reach - 1) // len(probed.token_ids), len(text) - 4)
         earliest = max(earliest, 1)
         begin = _new_text_from(rng, text, earliest)
-        # The other string never occurs: the search has several strings.
-        absent = ["\N{SNOWMAN}"] if rng.random() < 0.4 else []
+        has_others = rng.random() < 0.4
         length = rng.randrange(2, 8)
         if length > 2:
             begin = writer.begin_across_tokens(probed, begin, earliest)
-        draft.params["stop"] = [text[begin : begin + length], *absent]
+        string = text[begin : begin + length]
+        more_strings = _other_strings(text, string) if has_others else []
+        draft.params["stop"] = [*more_strings, string]
         draft.params["include_stop_str_in_output"] = rng.random() < 0.5
         draft.params["ignore_eos"] = draft.is_usual("grammar")
         first = begin // 3

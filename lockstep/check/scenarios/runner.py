@@ -28,9 +28,10 @@ from lockstep.check.scenarios.invariants import (
     raise_if,
 )
 from lockstep.check.scenarios.inventory import poison, rows_and_units
-from lockstep.check.scenarios.scenario import Kind, Scenario, ScenarioRequest
+from lockstep.check.scenarios.scenario import NONE_WRONG, Kind, Scenario, ScenarioRequest
 from lockstep.engine.engine import Engine
 from lockstep.engine.scheduler_factory import cache_config
+from lockstep.outputs import ForcedMismatch
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec import prediction
 from lockstep.step import PAGE_SIZE
@@ -107,8 +108,9 @@ class ScenarioRunner:
             PlayedAnswer(
                 one.index,
                 one.number,
-                one.completion.answer(digests_by_id.get(one.id, ())),
+                _before_wrong(one, one.completion.answer(digests_by_id.get(one.id, ()))),
                 one.completion.aborted
+                or one.request.wrong != NONE_WRONG
                 or (violation is not None and not one.completion.text.finished),
             )
             for one in driver.all
@@ -130,6 +132,7 @@ class ScenarioRunner:
         try:
             for one in driver.all:
                 self._check_client(one)
+                self._check_forced(one, scenario, plain)
             check_no_leaks(self.engine.engine)
             requests = driver.scheduler.requests[num_warm:]
             raise_if(ledger.wrong_totals(requests, bool(events[FAILED_STEPS])))
@@ -156,6 +159,40 @@ class ScenarioRunner:
             fault = f"index and seed {(output.index, output.seed)} instead of {identity}"
         if fault is not None:
             raise InvariantError(f"request {request.id}: {fault}")
+
+    def _check_forced(self, progress: Progress, scenario: Scenario, plain: PlainRuns) -> None:
+        """Check which forced token was reported as wrong, and that the answer ended if it must.
+
+        Raises InvariantError.
+        """
+        request = progress.completion.request
+        if progress.completion.aborted or not request.forced_token_ids:
+            return
+        answer = _plain_answers(scenario, progress.request, plain)[progress.number]
+        pairs = enumerate(zip(request.forced_token_ids, answer.tokens, strict=False))
+        wrong = (
+            ForcedMismatch(i, forced, chosen) for i, (forced, chosen) in pairs if forced != chosen
+        )
+        expected = next(wrong, None)
+        actual = request.metrics.forced_mismatch
+        if actual != expected:
+            raise InvariantError(f"request {request.id}: {actual} instead of {expected}")
+        if expected is None:
+            return
+        output = request.output_token_ids
+        if progress.request.reports:
+            num_forced = len(request.forced_token_ids)
+            if isinstance(progress.completion.text.output.stop_reason, str):
+                # The wrong token's text may have a stop string, which ends the answer early.
+                num_forced = min(num_forced, max(len(output), expected.index + 1))
+            goes_on = output[:num_forced] == list(request.forced_token_ids[:num_forced])
+        else:
+            goes_on = (request.finish_reason, len(output)) != ("error", expected.index)
+        if goes_on != progress.request.reports:
+            raise InvariantError(
+                f"request {request.id} ended by {request.finish_reason} after {len(output)} tokens "
+                f"with {expected}"
+            )
 
     def _install(self, scenario: Scenario) -> None:
         """Install a scheduler and a cache with the scenario's limits, and poison the memory."""
@@ -227,7 +264,7 @@ class ScenarioRunner:
             completion.request.speculate = request.speculate
             completion.request.cache_salt = request.salt
             completion.request.adapter = request.adapter
-        _add_plain_tokens(scenario, request, completions, plain)
+        _add_plain_tokens(scenario, request, completions, plain, self.engine.engine.vocab_size)
         return completions
 
     @contextmanager
@@ -255,10 +292,12 @@ def _add_plain_tokens(
     request: ScenarioRequest,
     completions: list[Completion],
     plain: PlainRuns,
+    vocab: int,
 ) -> None:
     """Force the first plain tokens of a request; predict its plain outputs, or texts like them.
 
-    The length of an output decides: one in four has no predicted text, one the output itself.
+    The length of an output decides: one in four has no predicted text, one the output itself. One
+    of the forced tokens is wrong if the request says so.
     """
     is_predicted = scenario.kind.drafter == prediction.METHOD
     if not (request.forced or is_predicted):
@@ -267,12 +306,40 @@ def _add_plain_tokens(
     for completion, answer in zip(completions, answers, strict=True):
         changes: dict[str, Any] = {}
         if request.forced:
-            changes["forced_token_ids"] = answer.tokens[: request.forced]
+            forced = list(answer.tokens[: request.forced])
+            if request.wrong in range(len(forced)):
+                forced[request.wrong] = _other_token(forced[request.wrong], completion, vocab)
+                changes["forced_mismatch"] = "report" if request.reports else "error"
+            changes["forced_token_ids"] = forced
         kind = len(answer.tokens) % 4
         if is_predicted and kind:
             exact = list(answer.tokens)
             changes["prediction"] = exact if kind == 1 else prediction_of(answer.tokens)
         completion.request.params = replace(completion.request.params, **changes)
+
+
+def _before_wrong(progress: Progress, answer: Answer) -> Answer:
+    """Return the part of an answer that must be a prefix of the plain one."""
+    wrong = progress.request.wrong
+    if wrong == NONE_WRONG:
+        return answer
+    goes_on = wrong < len(answer.tokens)
+    return replace(
+        answer,
+        tokens=answer.tokens[:wrong],
+        logprobs=answer.logprobs[:wrong],
+        digests=answer.digests[:wrong],
+        # The wrong token's text follows, or U+FFFD for the bytes of a part of a character.
+        text="" if goes_on else answer.text.rstrip("\N{REPLACEMENT CHARACTER}"),
+    )
+
+
+def _other_token(token: int, completion: Completion, vocab: int) -> int:
+    """Return the next token id that ends no answer of the completion's request."""
+    request = completion.request
+    ends = {*request.eos_token_ids, *(request.params.stop_token_ids or ())}
+    candidates = ((token + distance) % vocab for distance in range(1, vocab))
+    return next(candidate for candidate in candidates if candidate not in ends)
 
 
 def oracle_texts(scenario: Scenario, plain: PlainRuns) -> list[list[int]]:

@@ -20,16 +20,18 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.settings import path_fault
 from lockstep.worker.hooks import CheckHooks
 
-VERSION = 6
+VERSION = 7
 """Version of the file format; it changes with the fields of the classes below."""
 MAX_MODEL_LEN = 640
 """max_model_len of the engines that run scenarios."""
 PROMPT_BUCKETS = (64, 128, 256, 384)
-"""Token counts that prompt steps are padded to, where they are."""
+"""Token counts to which some kinds of engines pad prompt steps."""
 MAX_PAGES = 64
 MAX_SNAPSHOTS = 16
 MAX_HOST_PAGES = 16
 MAX_REQUESTS = 64
+NONE_WRONG = -1
+"""Index of a wrong forced token where all are right."""
 NEVER = ""
 """Phase of a request that is not preempted or aborted."""
 WAITING = "waiting"
@@ -139,7 +141,9 @@ class ScenarioRequest:
     preempted, in order. returns: how it returns then. again: a second request gets its id when it
     has ended. speculate: whether it may use drafts. salt: its cache_salt. adapter: name of its LoRA
     adapter, "" for the base model. forced: first tokens of its plain output that are forced; the
-    output must still be the plain one. conversation: the messages that `prompt` is rendered from.
+    output must still be the plain one. wrong: index of a forced token that another one replaces,
+    NONE_WRONG for none. The output must end before it, or with `reports` go on with it.
+    conversation: the messages that `prompt` is rendered from.
     """
 
     prompt: tuple[int, ...]
@@ -152,6 +156,8 @@ class ScenarioRequest:
     salt: str = ""
     adapter: str = ""
     forced: int = 0
+    wrong: int = NONE_WRONG
+    reports: bool = False
     returns: str = AT_ONCE
     again: bool = False
     conversation: Conversation | None = None

@@ -79,6 +79,8 @@ def _simpler_request(request: ScenarioRequest) -> Iterator[ScenarioRequest]:
         "speculate",
         "salt",
         "adapter",
+        "wrong",
+        "reports",
         "forced",
     ):
         default: Any = getattr(plain, name)

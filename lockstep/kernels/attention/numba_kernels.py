@@ -70,6 +70,18 @@ def _softmax_weights(scores, count):
 
 
 @inline
+def _page_run(pages, page_size, first, j, count):
+    """Return the slot of a split's key j, and the end of the keys from j on in the same page.
+
+    Divisions by the page size take as long as a key's products: one pair serves a whole page.
+    """
+    token = first + j
+    within = token % page_size
+    slot = load_int32(pages, token // page_size) * page_size + within
+    return slot, min(count, j + page_size - within)
+
+
+@inline
 def _attend(dtype, size, q, k_cache, v_cache, pages, page_size, kv_heads, head, dim, last, scratch):
     """Attend with one query over the keys 0 .. last.
 
@@ -85,11 +97,14 @@ def _attend(dtype, size, q, k_cache, v_cache, pages, page_size, kv_heads, head, 
     total_sum = F32(0.0)
     for first in range(0, last + 1, SPLIT):
         count = min(SPLIT, last + 1 - first)
-        for j in range(count):
-            token = first + j
-            slot = load_int32(pages, token // page_size) * page_size + token % page_size
+        j = 0
+        while j < count:
+            slot, end = _page_run(pages, page_size, first, j, count)
             key = k_cache + (slot * kv_heads + head) * dim * size
-            store(F32, scores, j, _score(dtype, q, key, dim))
+            while j < end:
+                store(F32, scores, j, _score(dtype, q, key, dim))
+                key += kv_heads * dim * size
+                j += 1
         split_max, split_sum = _softmax_weights(scores, count)
         _add_values(
             dtype, size, scores, split_out, v_cache, pages, page_size, kv_heads, head, dim, first,
@@ -124,24 +139,27 @@ def _add_values(
         acc2 = zeros()
         acc3 = zeros()
         in_range = d + 4 * LANES <= dim
-        for j in range(count):
-            token = first + j
-            slot = load_int32(pages, token // page_size) * page_size + token % page_size
+        j = 0
+        while j < count:
+            slot, end = _page_run(pages, page_size, first, j, count)
             value = v_cache + (slot * kv_heads + head) * dim * size
-            weight = splat(load(F32, weights, j))
-            if in_range:
-                acc0 = fma(weight, vload(dtype, value, d), acc0)
-                acc1 = fma(weight, vload(dtype, value, d + LANES), acc1)
-                acc2 = fma(weight, vload(dtype, value, d + 2 * LANES), acc2)
-                acc3 = fma(weight, vload(dtype, value, d + 3 * LANES), acc3)
-            else:
-                acc0 = fma(weight, vload_part(dtype, value, d, dim), acc0)
-                if d + LANES < dim:
-                    acc1 = fma(weight, vload_part(dtype, value, d + LANES, dim), acc1)
-                if d + 2 * LANES < dim:
-                    acc2 = fma(weight, vload_part(dtype, value, d + 2 * LANES, dim), acc2)
-                if d + 3 * LANES < dim:
-                    acc3 = fma(weight, vload_part(dtype, value, d + 3 * LANES, dim), acc3)
+            while j < end:
+                weight = splat(load(F32, weights, j))
+                if in_range:
+                    acc0 = fma(weight, vload(dtype, value, d), acc0)
+                    acc1 = fma(weight, vload(dtype, value, d + LANES), acc1)
+                    acc2 = fma(weight, vload(dtype, value, d + 2 * LANES), acc2)
+                    acc3 = fma(weight, vload(dtype, value, d + 3 * LANES), acc3)
+                else:
+                    acc0 = fma(weight, vload_part(dtype, value, d, dim), acc0)
+                    if d + LANES < dim:
+                        acc1 = fma(weight, vload_part(dtype, value, d + LANES, dim), acc1)
+                    if d + 2 * LANES < dim:
+                        acc2 = fma(weight, vload_part(dtype, value, d + 2 * LANES, dim), acc2)
+                    if d + 3 * LANES < dim:
+                        acc3 = fma(weight, vload_part(dtype, value, d + 3 * LANES, dim), acc3)
+                value += kv_heads * dim * size
+                j += 1
         vstore(F32, out, d, acc0)
         if d + LANES < dim:
             vstore(F32, out, d + LANES, acc1)

@@ -31,7 +31,7 @@ from lockstep.kernels.recurrent.cpu import (
     split_tokens,
 )
 from lockstep.kernels.recurrent.prompt_rows import prompt_rows
-from lockstep.kernels.recurrent.state import RecurrentState, expand_heads
+from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.step import GRID
 
 EPS = torch.tensor(L2_EPS)
@@ -155,17 +155,22 @@ def _run_chunks(
     length, hv = v.shape[:2]
     whole_chunks = length // GRID
     chunks = -(-length // GRID)
-    q = split_chunks(expand_heads(q, hv))
-    k = split_chunks(expand_heads(k, hv))
+    q = split_chunks(q, hv // q.shape[1])
+    k = split_chunks(k, hv // k.shape[1])
     v = split_chunks(v)
     g = split_chunks(g).cumsum(-1)
     beta = split_chunks(beta)[..., None]
     causal = torch.ones(GRID, GRID, dtype=torch.bool).tril()
-    decay = torch.exp((g[..., :, None] - g[..., None, :]).masked_fill(~causal, -torch.inf))
-    triangular = ((k * beta) @ k.transpose(-1, -2) * decay).tril(-1) + torch.eye(GRID)
+    decay = torch.exp((g[..., :, None] - g[..., None, :]).masked_fill_(~causal, -torch.inf))
+    k_beta = k * beta
+    triangular = (k_beta @ k.transpose(-1, -2) * decay).tril_(-1).add_(torch.eye(GRID))
     grown = torch.exp(g)[..., None]
+    # BLAS solves in place, column by column; torch would copy a right-hand side of another layout.
+    rhs = v.new_empty(chunks, hv, v.shape[-1] + k.shape[-1], GRID).mT
+    torch.mul(v, beta, out=rhs[..., : v.shape[-1]])
+    torch.mul(k_beta, grown, out=rhs[..., v.shape[-1] :])
     solved = torch.linalg.solve_triangular(
-        triangular, torch.cat([v * beta, k * beta * grown], -1), upper=False, unitriangular=True
+        triangular, rhs, upper=False, unitriangular=True, out=rhs
     )
     u, w = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     scores = (q @ k.transpose(-1, -2)) * decay

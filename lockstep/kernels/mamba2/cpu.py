@@ -25,7 +25,7 @@ from lockstep.kernels.recurrent.cpu import (
     split_tokens,
 )
 from lockstep.kernels.recurrent.prompt_rows import prompt_rows
-from lockstep.kernels.recurrent.state import RecurrentState, expand_heads
+from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.step import GRID
 
 
@@ -123,12 +123,12 @@ def _run_chunks(
     length, heads = u.shape[:2]
     whole_chunks = length // GRID
     chunks = -(-length // GRID)
-    b = split_chunks(expand_heads(b, heads))
-    c = split_chunks(expand_heads(c, heads))
+    b = split_chunks(b, heads // b.shape[1])
+    c = split_chunks(c, heads // c.shape[1])
     u = split_chunks(u)
     g = split_chunks(g).cumsum(-1)
     causal = torch.ones(GRID, GRID, dtype=torch.bool).tril()
-    decay = torch.exp((g[..., :, None] - g[..., None, :]).masked_fill(~causal, -torch.inf))
+    decay = torch.exp((g[..., :, None] - g[..., None, :]).masked_fill_(~causal, -torch.inf))
     scores = (c @ b.transpose(-1, -2)) * decay
     c = c * torch.exp(g)[..., None]
     b_decayed = b * torch.exp(g[..., -1:] - g)[..., None]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.kernels.activations import silu
@@ -196,11 +195,24 @@ def split_tokens(x: Tensor, heads: int) -> Tokens:
     return x.reshape(len(x), -1, 1, x.shape[3]).unbind(0)
 
 
-def split_chunks(x: Tensor) -> Tensor:
-    """Pad x [T, H, ...] with zeros to whole chunks and split it into [chunks, H, GRID, ...]."""
-    # Keys, values and log decays of 0 make the padding tokens exact no-ops.
-    x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % GRID))
-    return x.view(len(x) // GRID, GRID, *x.shape[1:]).transpose(1, 2)
+def split_chunks(x: Tensor, group: int = 1) -> Tensor:
+    """Pad x [T, H, ...] with zeros to whole chunks: [chunks, H * group, GRID, ...].
+
+    group: value heads of a key head, which get equal copies. The result is contiguous: torch copies
+    other operands of each product.
+    """
+    tokens, heads, *rest = x.shape
+    chunks = -(-tokens // GRID)
+    num_whole = tokens // GRID
+    out = x.new_empty(chunks, heads, group, GRID, *rest)
+    by_token = out.movedim(3, 1)
+    by_token[:num_whole] = x[: num_whole * GRID].view(num_whole, GRID, heads, 1, *rest)
+    if num_whole < chunks:
+        remaining = tokens - num_whole * GRID
+        by_token[num_whole, :remaining] = x[num_whole * GRID :].unsqueeze(2)
+        # Keys, values and log decays of 0 make the padding tokens exact no-ops.
+        by_token[num_whole, remaining:] = 0.0
+    return out.view(chunks, heads * group, GRID, *rest)
 
 
 def round_rows(state: RecurrentState, s: Tensor, tokens: Sequence[int]) -> None:

@@ -24,7 +24,6 @@ from lockstep.serve.anthropic.schema import (
 )
 from lockstep.serve.http.errors import MessagesError, messages_error, status_and_body
 from lockstep.serve.journal.saved_answer import SavedAnswer
-from lockstep.serve.openai.conversation import naming_late_system_message
 from lockstep.serve.requests.active_request import ActiveRequest, OutputDelta, Usage
 from lockstep.serve.requests.body_models import renamed_fields
 from lockstep.serve.requests.content_blocks import BlockChange, ContentBlock, ContentBlocks
@@ -43,7 +42,7 @@ MessageEvent = (
 async def count_tokens(service: Service, body: CountRequest) -> TokenCount:
     """Return the number of tokens of a prompt. Raises RequestError."""
     chat = body.chat()
-    with renamed_fields(SENT_NAMES), naming_late_system_message("messages", body.roles):
+    with renamed_fields(SENT_NAMES):
         service.check_model(chat.model)
         conversation = await asyncio.to_thread(chat.render, service.processor)
     return {"input_tokens": len(conversation.ids)}
@@ -72,7 +71,7 @@ class MessagesWriter(ResponseWriter):
     async def start(cls, service: Service, body: MessagesRequest, is_small: bool = False) -> Self:
         """Submit a request and return its writer. Raises as Service.submit does."""
         chat = body.chat()
-        with renamed_fields(SENT_NAMES), naming_late_system_message("messages", body.roles):
+        with renamed_fields(SENT_NAMES):
             active = await service.submit(chat, ID_PREFIX, is_small)
         return cls(active, body, chat.include_reasoning, chat.parallel_tool_calls)
 

@@ -6,16 +6,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
+from lockstep.serve.anthropic.tool_changes import (
+    DefinedTool,
+    NamedTool,
+    OfferedTools,
+    SentTool,
+    ToolAdditionBlock,
+    ToolReferenceBlock,
+    ToolRemovalBlock,
+)
 from lockstep.serve.openai.conversation import (
     MAX_MESSAGES,
     MAX_NAME,
     MAX_PARTS,
     MAX_TOOLS,
-    TOOL_ANNOTATIONS,
-    TOOL_DEFAULTS,
     Effort,
     merge_system_messages,
-    tool_type_check,
 )
 from lockstep.serve.openai.protocol import ChatRequest, chat_request
 from lockstep.serve.openai.responses.call_items import shallow
@@ -57,7 +63,7 @@ def _require_text(kind: Any) -> Any:
 
 
 class PlainText(TextBlock):
-    """Text of the system prompt or of a tool's result, where no other block is allowed."""
+    """Text of the system prompt, where no other block is allowed."""
 
     type: Annotated[Literal["text"], BeforeValidator(_require_text)]
 
@@ -81,6 +87,10 @@ class ToolUseBlock(Nested):
     input: dict[str, Any]
 
 
+ResultPart = Annotated[TextBlock | ToolReferenceBlock, Field(discriminator="type")]
+ResultParts = Annotated[list[ResultPart], Field(fail_fast=True, max_length=MAX_PARTS)]
+
+
 class ToolResultBlock(Nested):
     """Result of a call. Chat templates cannot express is_error."""
 
@@ -88,7 +98,9 @@ class ToolResultBlock(Nested):
 
     type: Literal["tool_result"]
     tool_use_id: str = Field(max_length=MAX_ID)
-    content: Texts = Field(default_factory=list)
+    content: Annotated[
+        ResultParts, BeforeValidator(_as_blocks, json_schema_input_type=str | ResultParts)
+    ] = Field(default_factory=list)
     is_error: bool = False
 
 
@@ -185,7 +197,9 @@ Block = Annotated[
     | ThinkingBlock
     | RedactedThinkingBlock
     | ServerCallBlock
-    | ServerResultBlock,
+    | ServerResultBlock
+    | ToolAdditionBlock
+    | ToolRemovalBlock,
     Field(discriminator="type"),
 ]
 BlockList = Annotated[list[Block], Field(fail_fast=True, max_length=MAX_PARTS)]
@@ -213,19 +227,6 @@ class SentMessage(Nested):
     content: Annotated[
         BlockList, BeforeValidator(_as_blocks, json_schema_input_type=str | BlockList)
     ]
-
-
-class SentTool(Nested):
-    """A tool of the client; `input_schema` is a JSON schema."""
-
-    WITHOUT_EFFECT = TOOL_ANNOTATIONS
-    ONLY_DEFAULTS = TOOL_DEFAULTS
-
-    type: Annotated[Literal["custom"], tool_type_check("custom")] = "custom"
-    name: str = Field(min_length=1, max_length=MAX_NAME)
-    description: str | None = None
-    input_schema: dict[str, Any]
-    strict: bool | None = None
 
 
 class ToolChoice(Nested):
@@ -278,11 +279,6 @@ class CountRequest(Body):
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    @property
-    def roles(self) -> list[str]:
-        """Role of each message."""
-        return [message.role for message in self.messages]
-
     def ignored_fields(self) -> list[str]:
         """Return the sorted names of sent fields that have no effect."""
         names = [*without_effect(self.model_extra or (), MESSAGES), *self._generation_only()]
@@ -310,7 +306,7 @@ class CountRequest(Body):
         output_format = config.format if config else None
         fields = {
             "messages": messages,
-            "tools": [_chat_tool(tool) for tool in self.tools or ()],
+            "tools": [_chat_tool(tool) for tool in self.offered_tools()],
             "tool_choice": _chat_choice(choice) if choice else "auto",
             "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
             "continue_final_message": continues,
@@ -321,6 +317,25 @@ class CountRequest(Body):
             **self._other_fields(),
         }
         return chat_request(fields, SENT_NAMES)
+
+    def offered_tools(self) -> list[SentTool]:
+        """Return the tools that the model may call after the last message. Raises RequestError."""
+        offered = OfferedTools(self.tools or ())
+        for i, message in enumerate(self.messages):
+            for k, block in enumerate(message.content):
+                path = f"messages[{i}].content[{k}]"
+                match block:
+                    case ToolAdditionBlock(tool=DefinedTool(definition=tool)):
+                        offered.define(tool)
+                    case ToolAdditionBlock(tool=NamedTool(name=name)):
+                        offered.add(name, path)
+                    case ToolRemovalBlock(tool=NamedTool(name=name)):
+                        offered.remove(name, path)
+                    case ToolResultBlock(content=parts):
+                        for n, part in enumerate(parts):
+                            if isinstance(part, ToolReferenceBlock):
+                                offered.add(part.tool_name, f"{path}.content[{n}]")
+        return offered.tools()
 
     def _generation_only(self) -> list[str]:
         """Return the sent fields that only MessagesRequest has; a token count ignores them."""
@@ -377,6 +392,12 @@ def _parts(blocks: Sequence[TextBlock]) -> list[dict[str, Any]]:
     return [{"type": "text", "text": block.text} for block in blocks]
 
 
+def _result_part(part: TextBlock | ToolReferenceBlock) -> dict[str, Any]:
+    """Convert a part of a result. A reference to a tool is shown as JSON."""
+    text = part.text if isinstance(part, TextBlock) else part.model_dump_json()
+    return {"type": "text", "text": text}
+
+
 def _assistant_messages(blocks: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """Convert an assistant's blocks to messages. Results of other servers divide them."""
     begin = 0
@@ -429,9 +450,9 @@ def _user_messages(role: str, blocks: Sequence[Any]) -> Iterator[dict[str, Any]]
             if texts:
                 yield {"role": role, "content": _parts(texts)}
                 texts = []
-            content = _parts(block.content)
+            content = [_result_part(part) for part in block.content]
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
-    if texts:
+    if texts or not blocks:
         yield {"role": role, "content": _parts(texts)}
 
 

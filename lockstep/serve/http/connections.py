@@ -27,6 +27,8 @@ MAX_DROPPED_BYTES = 64 << 20
 """Default maximum bytes of the rest of a body."""
 MAX_HEAD_BYTES = 16_384
 """Maximum bytes of a request's head."""
+LONG_HEAD = f"a head of more than {MAX_HEAD_BYTES} bytes; send fewer or shorter headers"
+"""Reason why a request with a larger head is refused."""
 MAX_CHUNKS = 16_384
 """Maximum chunks of a body. Each takes about 5 us, however short it is."""
 _CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
@@ -59,7 +61,9 @@ class _BoundedConnection(h11.Connection):
             # Only errors of a head have different statuses: h11 gives an overlong chunk line 431
             # too.
             self.fault_status = error.error_status_hint if in_head else 400
-            self.fault = f"the request cannot be read: {error}."
+            # h11 does not say what is too long.
+            reason = LONG_HEAD if self.fault_status == 431 else error
+            self.fault = f"the request cannot be read: {reason}."
             raise
         return event
 
@@ -75,10 +79,7 @@ class _BoundedConnection(h11.Connection):
                 )
             # h11 bounds incomplete heads only: one that comes in a single read may be larger.
             if _head_bytes(event) > MAX_HEAD_BYTES:
-                message = (
-                    f"a head of more than {MAX_HEAD_BYTES} bytes; send fewer or shorter headers"
-                )
-                raise h11.RemoteProtocolError(message, 431)
+                raise h11.RemoteProtocolError(LONG_HEAD, 431)
         elif isinstance(event, h11.Data):
             self._chunks += event.chunk_start
             if self._chunks > MAX_CHUNKS:

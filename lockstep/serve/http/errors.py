@@ -4,6 +4,7 @@ import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
+from urllib.parse import quote
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -180,14 +181,21 @@ def add_error_handlers(app: FastAPI) -> None:
     """Answer every error of the application with an error object."""
 
     async def on_error(request: Request, error: Exception) -> Response:
-        return error_response(*status_and_body(error), request.scope)
+        # After an unexpected error uvicorn closes the connection, so no request may follow on it.
+        is_unexpected = not isinstance(error, LockstepError)
+        return error_response(*status_and_body(error), request.scope, close=is_unexpected)
 
     async def on_invalid_body(request: Request, error: Exception) -> Response:
         faults = _faults(error) if isinstance(error, RequestValidationError) else []
         return error_response(400, _validation_error(faults), request.scope)
 
     async def on_http_error(request: Request, error: Exception) -> Response:
+        if isinstance(error.__cause__, RequestError):  # of the parser of bodies
+            return await on_error(request, error.__cause__)
         status = error.status_code if isinstance(error, HTTPException) else 500
+        location = _without_slash(request) if status == 404 else None
+        if location is not None:
+            return Response(status_code=307, headers={"Location": location})
         route = f"{request.method} {request.url.path}"[:MAX_SHOWN_CHARACTERS]
         message = f"{route}: {getattr(error, 'detail', '')}"
         methods = _methods_of_path(request) if status == 405 else ""
@@ -208,6 +216,21 @@ def add_error_handlers(app: FastAPI) -> None:
         app.add_exception_handler(error_type, on_error)
 
 
+def _without_slash(request: Request) -> str | None:
+    """Return the location of a path without a slash at its end; None if there is no such route.
+
+    It is relative, since a proxy may have another scheme, host and root path than this server.
+    """
+    path = request.scope["path"].removesuffix("/")
+    name = path.rpartition("/")[2]
+    scope = {**request.scope, "path": path}
+    is_route = any(route.matches(scope)[0] is not Match.NONE for route in request.app.routes)
+    if not (name and is_route and request.scope["path"].endswith("/")):
+        return None
+    query = request.url.query
+    return f"../{quote(name)}?{query}" if query else f"../{quote(name)}"
+
+
 def _methods_of_path(request: Request) -> str:
     """Return all methods that the path of a request supports."""
     methods: set[str] = set()
@@ -221,7 +244,10 @@ def _methods_of_path(request: Request) -> str:
 def _faults(error: RequestValidationError) -> list[dict[str, Any]]:
     """Return the faults of a body, the first one with its path in what the client sent."""
     first, *rest = error.errors()
-    return [{**first, "loc": _sent_path(first["loc"], error.body)}, *rest]
+    location = _sent_path(first["loc"], error.body)
+    if first["type"] == "missing" and location[-1:] != [first["loc"][-1]]:
+        location.append(first["loc"][-1])  # the missing field has the name of its object's type
+    return [{**first, "loc": location}, *rest]
 
 
 def _sent_path(location: Sequence[Any], body: Any) -> list[Any]:
@@ -250,7 +276,7 @@ def _validation_error(faults: Sequence[Any]) -> Error:
     if not faults:
         return error_object("the body cannot be read; send a JSON object.")
     first = faults[0]
-    path = first["loc"][1:]
+    path = (*first["loc"][1:], *first.get("ctx", {}).get("inside", ()))
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "it is not JSON")
         return error_object(
@@ -263,7 +289,7 @@ def _validation_error(faults: Sequence[Any]) -> Error:
         return error_object(
             f"the body is not a JSON object; send one, with the header Content-Type: {kind}."
         )
-    return error_object(fault_message(first, path), param=str(path[0]))
+    return error_object(fault_message(first, first["loc"][1:]), param=str(path[0]))
 
 
 UNKNOWN_FIELD = "extra_forbidden"
@@ -291,6 +317,7 @@ _SUMMARY = (
     "only the server that wrote this summary can read it. Begin a new session, or send the items "
     "that it stands for"
 )
+_CALLS_NO_MCP = "this server calls no MCP servers; let the client call them, and send their tools"
 _TEXT_ONLY = "this server reads text only; send text in its place"
 TYPE_REMEDIES = {
     # Items of /v1/responses.
@@ -314,7 +341,7 @@ TYPE_REMEDIES = {
     "web_search_preview": f"{_RUNS_NO_TOOLS}, or leave it out",
     "file_search": f"{_RUNS_NO_TOOLS}, or leave it out",
     "code_interpreter": f"{_RUNS_NO_TOOLS}, or leave it out",
-    "mcp": "this server calls no MCP servers; let the client call them, and send their tools",
+    "mcp": _CALLS_NO_MCP,
     "computer": _TEXT_ONLY,
     "computer_use_preview": _TEXT_ONLY,
     "programmatic_tool_calling": f"{_RUNS_NO_TOOLS}, or leave it out",
@@ -323,6 +350,9 @@ TYPE_REMEDIES = {
     "document": _TEXT_ONLY,
     "search_result": _TEXT_ONLY,
     "container_upload": f"{_RUNS_NO_TOOLS}; leave it out",
+    # Tools that a block adds or removes.
+    "mcp_tool_reference": _CALLS_NO_MCP,
+    "mcp_toolset_reference": _CALLS_NO_MCP,
 }
 """Unsupported type of an object -> remedy."""
 

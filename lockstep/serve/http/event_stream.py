@@ -17,9 +17,17 @@ Event = Mapping[str, object]
 """JSON object that is sent as one event, or as a response."""
 IGNORED_FIELDS_HEADER = "X-Lockstep-Ignored-Fields"
 """Header of a response that names the request's fields without effect."""
+KEEP_ALIVE_SECONDS = 15.0
+"""Interval of checks whether a stream was silent. A proxy closes one that is silent for 50 s or
+more, and a long prompt or the queue may take longer."""
+COMMENT = b":\n\n"
+COMMENT_BETWEEN_IDS = b":\n"
+"""Comment in a stream whose events have ids. OpenAI's and Anthropic's libraries take an empty line
+after an id for an event without data."""
 _FIELD_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 """Names of fields that are safe in a header."""
 Result = TypeVar("Result")
+BODY = "http.response.body"
 
 
 class EventSource(Protocol):
@@ -67,6 +75,8 @@ class EventStream(StreamingResponse):
         self._events = events
         self._named_events = named_events
         self._close = close
+        self._was_silent = True
+        self._has_ids = False
 
     @classmethod
     def from_source(cls, source: EventSource) -> "EventStream":
@@ -79,7 +89,7 @@ class EventStream(StreamingResponse):
         try:
             if scope.get(ONLY_HEAD):
                 await self._send_head(send)
-                await send({"type": "http.response.body"})
+                await send({"type": BODY})
             else:
                 await unless_disconnected(self._send(send, scope.get(SEND_BODY, send)), receive)
         finally:
@@ -90,16 +100,30 @@ class EventStream(StreamingResponse):
         await send({"type": "http.response.start", **head})
 
     async def _send(self, send: Send, send_body: Send) -> None:
-        """Send the head, then each list of events as one chunk."""
+        """Send the head, then each list of events as one chunk, and comments in long pauses."""
         await self._send_head(send)
-        message = {"type": "http.response.body", "more_body": True}
-        async for events in self._events:
-            # Events that are ready together are one write, so one packet.
-            if events:
-                body = b"".join(map(self._encode, events))
-                await send_body({**message, "body": body})
+        comments = asyncio.create_task(self._send_comments(send_body))
+        try:
+            async for events in self._events:
+                # Events that are ready together are one write, so one packet.
+                if events:
+                    self._was_silent = False
+                    self._has_ids = isinstance(events[0], bytes)
+                    body = b"".join(map(self._encode, events))
+                    await send_body({"type": BODY, "more_body": True, "body": body})
+        finally:
+            comments.cancel()
         done = b"" if self._named_events else b"data: [DONE]\n\n"
-        await send_body({**message, "body": done, "more_body": False})
+        await send_body({"type": BODY, "more_body": False, "body": done})
+
+    async def _send_comments(self, send_body: Send) -> None:
+        """Send a comment, which clients ignore, whenever the stream was silent."""
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_SECONDS)
+            if self._was_silent:
+                comment = COMMENT_BETWEEN_IDS if self._has_ids else COMMENT
+                await send_body({"type": BODY, "more_body": True, "body": comment})
+            self._was_silent = True
 
     def _encode(self, event: Event | bytes) -> bytes:
         return event if isinstance(event, bytes) else encode_event(event, self._named_events)

@@ -68,7 +68,7 @@ class ChatWriter(ResponseWriter):
     @classmethod
     async def start(cls, service: Service, body: ChatRequest, is_small: bool = False) -> Self:
         """Submit a request and return its writer. Raises as Service.submit does."""
-        with naming_late_system_message("messages", [message.role for message in body.messages]):
+        with naming_late_system_message([message.role for message in body.messages]):
             active = await service.submit(body, ID_PREFIX, is_small)
         return cls(active, body)
 

@@ -126,9 +126,13 @@ class Message(TemplateObject):
 
     WITHOUT_EFFECT = ANNOTATION_FIELDS | {
         "finish_reason",
+        "injected",
+        "message_id",
         "metadata",
+        "opts",
         "parsed",
         "reasoning_details",
+        "reasoning_signature",
         "stop_reason",
         "thinking_blocks",
         "token_ids",
@@ -269,12 +273,36 @@ def merge_system_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]
     return [{"role": "system", "content": parts}, *messages[len(leading) :]]
 
 
+def late_system_as_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Convert system messages after other messages to messages of the user.
+
+    Agents add system messages in the middle of a conversation. Many templates accept one at the
+    beginning only. Moving them there would change the beginning of the prompt, so that no prefix of
+    the conversation would be cached. Claude Code uses the same tags for models without such
+    messages.
+    """
+    num_leading = len(list(takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages)))
+    later = [
+        {"role": "user", "content": f"<system-reminder>\n{_text_of(message)}\n</system-reminder>"}
+        if message["role"] in SYSTEM_ROLES
+        else message
+        for message in messages[num_leading:]
+    ]
+    return [*messages[:num_leading], *later]
+
+
+def _text_of(message: dict[str, Any]) -> str:
+    """Return the text of a message's content."""
+    content = message["content"]
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
 @contextmanager
-def naming_late_system_message(field: str, roles: Sequence[str]) -> Iterator[None]:
+def naming_late_system_message(roles: Sequence[str]) -> Iterator[None]:
     """Add the first late system message to the error of a chat template that refuses the messages.
 
     Many templates accept a system message at the beginning only, and their error does not say
-    which message is at fault. field: list of the messages in the body. roles: role of each entry.
+    which message is at fault. roles: role of each message.
     """
     try:
         yield
@@ -284,7 +312,7 @@ def naming_late_system_message(field: str, roles: Sequence[str]) -> Iterator[Non
         index = next(late, None)
         if index is not None:
             error.args = (
-                f"{field}[{index}].role={roles[index]!r}: {error} The template may allow a system "
+                f"messages[{index}].role={roles[index]!r}: {error} The template may allow a system "
                 "message at the beginning only. Move it there, or send it as a user message.",
             )
         raise

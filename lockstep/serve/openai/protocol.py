@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, ValidationError, WithJsonSchema
+from pydantic import Field, PrivateAttr, StrictBool, ValidationError, WithJsonSchema
 
 from lockstep.errors import RequestError, brief
 from lockstep.sampling_params import SamplingParams, StructuredOutputsParams
@@ -15,6 +15,7 @@ from lockstep.serve.openai.conversation import (
     Conversation,
     Message,
     check_call_ids,
+    late_system_as_user,
 )
 from lockstep.serve.openai.sampling_fields import MAX_IDS, SamplingFields
 from lockstep.serve.requests.body_models import (
@@ -126,7 +127,10 @@ class Prediction(Nested):
 
 
 class ChatRequest(SamplingFields, Conversation):
-    """The body of /v1/chat/completions. Other APIs of conversations are converted to it."""
+    """The body of /v1/chat/completions. Other APIs of conversations are converted to it.
+
+    Their system messages may be anywhere: see late_system_as_user().
+    """
 
     UNSUPPORTED = CHAT
 
@@ -139,6 +143,7 @@ class ChatRequest(SamplingFields, Conversation):
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
     prediction: Prediction | None = None
+    _is_converted: bool = PrivateAttr(default=False)
 
     @property
     def num_prompts(self) -> int:
@@ -174,9 +179,10 @@ class ChatRequest(SamplingFields, Conversation):
         """Render the conversation by the chat template. Raises RequestError."""
         check_call_ids(self.messages)
         messages = [message.sent for message in self.messages]
-        return processor.conversation(
-            messages, self.template_tools(), **self.template_kwargs(processor)
-        )
+        tools = self.template_tools()
+        if self._is_converted and not processor.reads_late_system(tools):
+            messages = late_system_as_user(messages)
+        return processor.conversation(messages, tools, **self.template_kwargs(processor))
 
     def params(self, processor: Processor) -> SamplingParams:
         """Return sampling parameters. Raises RequestError."""
@@ -227,11 +233,13 @@ def chat_request(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatReq
     names: for a field of ChatRequest, the field that the client sent. Raises RequestError.
     """
     try:
-        return ChatRequest.model_validate(fields)
+        request = ChatRequest.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = str(first["loc"][0])
         raise RequestError(fault_message(first, first["loc"]), names.get(field, field)) from None
+    request._is_converted = True
+    return request
 
 
 _IDS = {"type": "array", "items": {"type": "integer"}}

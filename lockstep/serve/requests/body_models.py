@@ -8,7 +8,8 @@ template; `check_extra_fields` refuses those that the template does not read.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from functools import cache
+from typing import Any, ClassVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -70,7 +71,24 @@ class Body(BaseModel):
             and key not in cls.WITHOUT_EFFECT
             and not is_one_of(entry, cls.ONLY_DEFAULTS.get(key, ()))
         }
-        return sent if cls.OWN_NAMES is None else resolve_aliases(sent, cls.OWN_NAMES)
+        fields = sent if cls.OWN_NAMES is None else resolve_aliases(sent, cls.OWN_NAMES)
+        numbers = _number_fields(cls)
+        for name, entry in fields.items():
+            # pydantic would take true for 1, and false for 0.
+            if isinstance(entry, bool) and name in numbers:
+                text = f"Input should be a number, not {str(entry).lower()}"
+                raise PydanticCustomError("number_type", text, {"inside": (name,)})
+        return fields
+
+
+@cache
+def _number_fields(body: type[Body]) -> frozenset[str]:
+    """Return the names of a body's fields that are numbers."""
+    return frozenset(
+        name
+        for name, field in body.model_fields.items()
+        if {int, float}.intersection((field.annotation, *get_args(field.annotation)))
+    )
 
 
 class Nested(Body):

@@ -1,10 +1,10 @@
 """Events of an answer that is generated whether or not a client reads them."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 from lockstep.errors import EngineDeadError
-from lockstep.serve.http.event_stream import encode_event
+from lockstep.serve.http.event_stream import Event, encode_event
 from lockstep.serve.requests.response_writer import ResponseWriter
 
 
@@ -23,13 +23,11 @@ class EventLog:
         self.size = 0
         self.is_complete = False
         self.named_events = named_events
+        self.was_cut = was_cut
         self._num_certain = 0
-        self._was_cut = was_cut
         self._has_certain = asyncio.Event()
-        if not was_cut:
-            self._has_certain.set()
         self._response_id = response_id
-        self._last_events: list[bytes] = []
+        self._last_events: list[Event] = []
         self._growth = asyncio.Event()
 
     async def record(self, writer: ResponseWriter) -> None:
@@ -40,33 +38,33 @@ class EventLog:
                     event_id = f"{self._response_id}:{len(self.events)}"
                     self.events.append(encode_event(event, self.named_events, event_id))
                     self.size += len(self.events[-1])
-                if self._was_cut and not self._has_certain.is_set():
+                if not self._has_certain.is_set():
                     self._num_certain = len(self.events)
                     if not writer.active.reads_saved:
                         self._has_certain.set()
                 self._wake_readers()
         except EngineDeadError as error:
             # The next process goes on from the events before this one, which so has no number.
-            last = writer.suspended_event(error, len(self.events) - 1)
-            self._last_events = [encode_event(last, self.named_events)]
+            self._last_events = [writer.suspended_event(error, len(self.events) - 1)]
         finally:
             writer.close()
-            self.finish()
+            self.finish(self._last_events)
 
-    def finish(self) -> None:
-        """Let readers end after the events so far."""
+    def finish(self, last_events: Iterable[Event]) -> None:
+        """Let readers end after the events so far and these, which have no number."""
+        self._last_events = [*last_events]
         self.is_complete = True
         self._has_certain.set()
         self._wake_readers()
 
-    async def certain_events(self) -> int | None:
-        """Return the number of events that are those of the last process; None for all.
+    async def certain_events(self) -> int:
+        """Return the number of events that readers can have, those of the last process included.
 
-        Events after them may be divided in another way than those that a reader got before the
-        machine stopped.
+        Where the log was cut, later events may be divided in another way than those that a reader
+        got before the machine stopped.
         """
         await self._has_certain.wait()
-        return self._num_certain if self._was_cut else None
+        return self._num_certain if self.was_cut else len(self.events)
 
     async def read(self, begin: int) -> AsyncIterator[list[bytes]]:
         """Yield the events from this number on, and future ones when they come."""
@@ -78,7 +76,7 @@ class EventLog:
                 yield events
             elif self.is_complete:
                 if self._last_events:
-                    yield self._last_events
+                    yield [encode_event(event, self.named_events) for event in self._last_events]
                 return
             else:
                 await growth.wait()

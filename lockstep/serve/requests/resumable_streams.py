@@ -56,15 +56,19 @@ class ResumableStream:
         events = self.event_log.read(begin)
         return EventStream(events, self.event_log.named_events, self._leave, headers)
 
-    def end(self) -> None:
-        """End the request and forget its events."""
+    def end(self, error: Exception | None = None) -> None:
+        """End the request and forget its events.
+
+        error: last event for readers, where the answer is not complete.
+        """
         self._stop_timer()
         self._streams.remove(self)
         self.writer.active.drop_record()
         self._task.cancel()
         # A task that has not begun runs no cleanup.
         self.writer.close()
-        self.event_log.finish()
+        if not self.event_log.is_complete:
+            self.event_log.finish(() if error is None else self.writer.error_events(error))
 
     async def _run(self) -> None:
         try:
@@ -211,7 +215,9 @@ class ResumableStreams:
     async def delete(self, kind: str, response_id: str) -> None:
         """End an answer and erase it. Raises UnknownStreamError."""
         stream = await self.get(kind, response_id)
-        stream.end()
+        stream.end(
+            UnknownStreamError(f"{response_id!r} was deleted. Send the request again.", "id")
+        )
         self.erase(response_id)
 
     def erase(self, response_id: str) -> None:
@@ -354,13 +360,19 @@ class ResumableStreams:
 
 
 async def check_certain(event_log: EventLog, begin: int) -> None:
-    """Raise UnknownStreamError where the event before `begin` may not be one that was sent."""
+    """Raise UnknownStreamError where the event before `begin` is not certain to have been sent."""
+    if begin <= len(event_log.events) and not event_log.was_cut:
+        return
     certain = await event_log.certain_events()
-    if certain is not None and begin > certain:
+    if begin > certain:
+        why = (
+            f"the machine of the server stopped, and only the first {certain} events are certain "
+            "to be those that were sent"
+            if event_log.was_cut
+            else f"the answer has {certain} events so far, and the first one is number 0"
+        )
         raise UnknownStreamError(
-            f"starting_after={begin - 1} is not known: the machine of the server stopped, and only "
-            f"the first {certain} events are certain to be those that were sent. Read the answer "
-            "from its beginning.",
+            f"starting_after={begin - 1} is not known: {why}. Read the answer from its beginning.",
             "starting_after",
         )
 

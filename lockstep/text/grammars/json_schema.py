@@ -43,8 +43,22 @@ UNSUPPORTED_FORMATS = (
 """Formats of JSON Schema that llguidance does not know."""
 UNSUPPORTED_PATTERN = re.compile(r"\(\?<?[=!]|\\[1-9bBck]")
 """Look-around, back-references and other regex syntax that llguidance does not know."""
-ANY_NAME: tuple[Any, ...] = ({}, {"type": "string"})
-"""Values of propertyNames that restrict nothing."""
+INEFFECTIVE: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "nullable": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),
+    **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), ({},)),
+    **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties"), (True, {})),
+}
+"""Keyword -> values that restrict nothing. Generators of OpenAPI and Zod write them."""
+NEEDED = {"minContains": "contains", "maxContains": "contains", "then": "if", "else": "if"}
+"""Keyword -> keyword without which it restricts nothing."""
+UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
+"""Keyword -> keyword with the same meaning where nothing else applies schemas to the value."""
+APPLICATORS = (
+    "$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "contains",
+)  # fmt: skip
+"""Keywords that apply a schema to the value itself, or to any of its items."""
 OVERLAP = (
     "a value may match several of its cases. Write anyOf, or give each case a property with a "
     "distinct const and require it"
@@ -240,16 +254,37 @@ def close_objects(schema: Any) -> Any:
 def drop_ineffective(schema: Any) -> Any:
     """Return the schema without keywords that restrict no value.
 
-    These are formats that JSON Schema does not define, such as OpenAPI's int64, and propertyNames
-    that allow any name, as zod writes them.
+    These are formats that JSON Schema does not define, such as OpenAPI's int64, keywords with a
+    value of INEFFECTIVE, and those that need another keyword.
     """
 
-    def binds(key: str, value: Any) -> bool:
+    def binds(node: Json, key: str, value: Any) -> bool:
         if key == "format":
             return not isinstance(value, str) or value in FORMATS
-        return key != "propertyNames" or not (value is True or value in ANY_NAME)
+        if key in NEEDED and NEEDED[key] not in node:
+            return False
+        unbound = INEFFECTIVE.get(key, ())
+        return not any(type(value) is type(other) and value == other for other in unbound)
 
-    return rewrite(schema, lambda node: {k: v for k, v in node.items() if binds(k, v)})
+    return rewrite(schema, lambda node: {k: v for k, v in node.items() if binds(node, k, v)})
+
+
+def replace_unevaluated(schema: Any) -> Any:
+    """Return the schema with the plain keywords for unevaluatedProperties and unevaluatedItems.
+
+    They differ only where other keywords apply further schemas to the same value.
+    """
+
+    def change(node: Json) -> Json:
+        if any(name in node for name in APPLICATORS) or isinstance(node.get("items"), list):
+            return node
+        replaced = {key: value for key, value in node.items() if key not in UNEVALUATED}
+        for keyword in node:
+            if keyword in UNEVALUATED:
+                replaced.setdefault(UNEVALUATED[keyword], node[keyword])
+        return replaced
+
+    return rewrite(schema, change)
 
 
 def drop_refused(schema: Any) -> Any:

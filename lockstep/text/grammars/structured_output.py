@@ -18,6 +18,7 @@ from lockstep.sampling_params import (
     MAX_REGEX_CHARACTERS,
     StructuredOutputsParams,
 )
+from lockstep.text.grammars.calendar_formats import replace_calendar_formats
 from lockstep.text.grammars.compiler import (
     ROW_ITEMS,
     WRITTEN_ROW_ITEMS,
@@ -37,10 +38,13 @@ from lockstep.text.grammars.json_schema import (
     drop_ineffective,
     drop_refused,
     locate,
+    replace_unevaluated,
 )
 from lockstep.text.grammars.lark import Rules, either, escapes_of, literal, sequence
+from lockstep.text.grammars.lookarounds import replace_lookarounds
 from lockstep.text.grammars.multiples import check_multiples, objects_of_schemas, schemas_of
 from lockstep.text.grammars.numbers import check_numbers
+from lockstep.text.grammars.property_names import replace_property_names
 from lockstep.text.grammars.references import normalize
 
 MAX_RULES = 1000
@@ -133,7 +137,9 @@ def schema_of(value: Any, field: str, strict: bool = True) -> Any:
     if isinstance(value, str):
         schema = _from_json(value, field)
     _check_size(schema, field)
-    schema = drop_ineffective(schema) if strict else drop_refused(drop_ineffective(schema))
+    schema = replace_lookarounds(replace_unevaluated(drop_ineffective(schema)))
+    schema = replace_property_names(schema)
+    schema = schema if strict else drop_refused(schema)
     check_keywords(schema, field)
     if strict:
         check_finite(schema, field)
@@ -205,7 +211,7 @@ def _guided_schema(schema: Any, **blanks: Any) -> str:
     options = {"json_allowed_escapes": escapes_of(schema), **blanks}
     bounded = {"allOf": [schema]}
     if isinstance(schema, dict):
-        bounded = add_integer_bounds(move_whole_bounds(schema))
+        bounded = add_integer_bounds(move_whole_bounds(replace_calendar_formats(schema)))
     return json.dumps({**bounded, "x-guidance": options})
 
 

@@ -28,11 +28,13 @@ class TemplateFindings:
     parts: roles whose content may be a list of text parts.
     only_parts: roles whose content must be a list.
     lost: parts of a conversation that the template drops without an error.
+    reads_late_system: it writes system messages that are not the first message.
     """
 
     parts: frozenset[str]
     only_parts: frozenset[str]
     lost: tuple[str, ...]
+    reads_late_system: bool
 
     def contents(self, messages: list[Message]) -> list[Message]:
         """Return the messages with their content in the form that the template reads.
@@ -71,7 +73,13 @@ def probe(render: Render) -> TemplateFindings:
     tools = _render(render, [_USER], [_TOOL])
     if tools is not None and FIRST not in tools:
         lost.append(TOOLS)
-    return TemplateFindings(frozenset(parts), frozenset(only_parts), tuple(lost))
+    content = [{"type": "text", "text": FIRST}] if "system" in only_parts else FIRST
+    system = {"role": "system", "content": content}
+    # A template whose roles alternate may refuse either conversation.
+    histories = ([_USER, {"role": "assistant", "content": "Hi"}], [_USER])
+    late = [_render(render, [*history, system, _USER]) for history in histories]
+    reads_late_system = any(text is not None and FIRST in text for text in late)
+    return TemplateFindings(frozenset(parts), frozenset(only_parts), tuple(lost), reads_late_system)
 
 
 def _reads_parts(render: Render, role: str) -> bool:

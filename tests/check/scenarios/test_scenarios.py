@@ -57,7 +57,9 @@ from lockstep.check.scenarios.scenario import (
 from lockstep.check.scenarios.shrink import minimise, smaller
 from lockstep.cli import app
 from lockstep.errors import ConfigError
+from lockstep.outputs import ForcedMismatch
 from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.request import Request
 from lockstep.scheduling.scheduler import Scheduler
 from lockstep.scheduling.waiting_queue import WaitingQueue
 from lockstep.step import PAGE_SIZE
@@ -123,7 +125,7 @@ def test_scenario_round_trips_through_json(tmp_path: Path, generator: ScenarioGe
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 99}, "version=99 of a scenario is not allowed; allowed: 6"),
+        ({"version": 99}, "version=99 of a scenario is not allowed; allowed: 7"),
         ({"kind": 5}, "the scenario is malformed"),
         ({"requests": [{"prompt": [1], "params": {"heat": 1}}]}, "params has .'heat'."),
         ({"requests": []}, "requests=0 is not allowed; allowed: whole numbers from 1 to 64"),
@@ -236,6 +238,81 @@ def test_answer_that_differs_is_named_before_its_metrics(
     assert difference.what.endswith("a metric is wrong") != flips
     assert (difference.request is None) != flips
     assert examiner._runner is None, "the next scenario gets a new engine"
+
+
+@pytest.mark.parametrize("reports", [False, True])
+@pytest.mark.parametrize("fault", ["none", "index", "end"])
+def test_wrong_forced_token_is_reported_where_it_is(
+    plain: PlainRuns,
+    build_kind: Callable[[Kind], CheckEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    reports: bool,
+    fault: str,
+) -> None:
+    """The answer ends before the token, or goes on with it."""
+    examiner = Examiner(plain, build_kind)
+    request = replace(SCENARIO.requests[0], forced=5, wrong=3, reports=reports)
+    scenario = replace(SCENARIO, requests=(request, SCENARIO.requests[1]))
+    if fault == "index":
+        monkeypatch.setattr(
+            "lockstep.scheduling.scheduler.ForcedMismatch",
+            lambda index, forced, chosen: ForcedMismatch(index - 1, forced, chosen),
+        )
+    if fault == "end":
+
+        def wrongly_ends(request: Request) -> bool:
+            """Go on where the answer must end, and end it where it must go on."""
+            is_there = request.metrics.forced_mismatch is not None
+            if is_there and request.params.forced_mismatch == "report":
+                request.finish_reason = "error"
+                return True
+            return False
+
+        monkeypatch.setattr(Request, "_ends_by_mismatch", wrongly_ends)
+    difference = examiner.examine(scenario).difference
+    assert (difference is None) == (fault == "none")
+
+
+def difference_of(
+    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine], request: ScenarioRequest
+) -> Any:
+    """Return the difference of a scenario of one request."""
+    scenario = replace(SCENARIO, requests=(request,))
+    return Examiner(plain, build_kind).examine(scenario).difference
+
+
+def test_wrong_forced_token_may_have_a_stop_string(
+    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine]
+) -> None:
+    assert plain.llm.tokenizer is not None
+    id_of = plain.llm.tokenizer.fast.token_to_id
+    # Each wrong token is the letter after an allowed one.
+    params = {
+        **SCENARIO.requests[0].params,
+        "allowed_token_ids": [id_of("a"), id_of("c")],
+        "stop": ["b", "d"],
+    }
+    request = replace(SCENARIO.requests[0], params=params, forced=5, wrong=0, reports=True)
+    (answer,) = plain.answers(request.prompt, request.sampling())
+    assert answer.ending == ("length", None)
+    assert difference_of(plain, build_kind, request) is None
+
+
+@pytest.mark.parametrize("wrong", [2, 3])
+def test_answer_may_end_within_a_character_before_a_wrong_forced_token(
+    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine], wrong: int
+) -> None:
+    assert plain.llm.tokenizer is not None
+    first, second = map(plain.llm.tokenizer.fast.token_to_id, "\u00c3\u00a9")  # the bytes of é
+    params = {
+        **SCENARIO.requests[0].params,
+        "allowed_token_ids": [first, second],
+        "bad_words_ids": [[first, first], [second, second]],
+    }
+    request = replace(SCENARIO.requests[0], params=params, forced=5, wrong=wrong)
+    (answer,) = plain.answers(request.prompt, request.sampling())
+    assert "\u00e9\u00e9" in answer.text
+    assert difference_of(plain, build_kind, request) is None
 
 
 def test_refused_scenario_does_not_count_as_differing(

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
+from lockstep.serve.anthropic.tool_changes import OfferedTools, SentTool
 from lockstep.serve.app import create_app
 from lockstep.serve.requests.service import Service
 from lockstep.text.processor import Processor
@@ -67,6 +69,115 @@ def test_message(server: Any, processor: Any) -> None:
     assert usage.output_tokens == len(request.output_token_ids)
     assert request.params.max_tokens == 200 and request.params.top_k == 5
     assert "<|im_start|>system\nbe brief<|im_end|>" in last_prompt(server, processor)
+
+
+def test_message_without_blocks_stays_a_turn(server: Any, processor: Any) -> None:
+    answered = [*USER, {"role": "assistant", "content": "hello"}]
+    for content in ([], ""):
+        create(server, messages=[*answered, {"role": "user", "content": content}])
+        assert last_prompt(server, processor).count("<|im_start|>user\n") == 2
+        create(server, messages=[{"role": "user", "content": content}, *answered, *USER])
+        assert last_prompt(server, processor).count("<|im_start|>user\n") == 3
+
+
+def tool(name: str, **fields: Any) -> dict[str, Any]:
+    return {"name": name, "input_schema": {"type": "object"}, **fields}
+
+
+def change(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "system", "content": [{"type": "text", "text": "."}, {"type": kind, **fields}]}
+
+
+SEARCHED: list[Any] = [
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "a", "input": {}}]},
+    {
+        "role": "user",
+        "content": [
+            {
+                "type": "tool_result",
+                "tool_use_id": "t",
+                "content": [{"type": "tool_reference", "tool_name": "late"}],
+            }
+        ],
+    },
+]
+NAMED = {"type": "tool_reference", "name": "late"}
+DEFINED = {"type": "tool_definition", "definition": tool("inline")}
+
+
+@pytest.mark.parametrize(
+    ("later", "offered"),
+    [
+        ([], ["a"]),
+        (SEARCHED, ["a", "late"]),
+        ([change("tool_addition", tool=NAMED), *USER], ["a", "late"]),
+        ([change("tool_addition", tool=NAMED), change("tool_removal", tool=NAMED), *USER], ["a"]),
+        ([change("tool_removal", tool={**NAMED, "name": "a"}), *USER], []),
+        ([change("tool_addition", tool=DEFINED), *USER], ["a", "inline"]),
+    ],
+    ids=["deferred", "found by a search", "added", "added and removed", "removed", "defined"],
+)
+def test_tools_are_offered_when_a_message_adds_them(
+    server: Any, processor: Any, later: list[Any], offered: list[str]
+) -> None:
+    """Claude Code declares tools of MCP servers so, and adds them in a message of the system."""
+    tools = [tool("a"), tool("late", defer_loading=True)]
+    sent = {"messages": [*USER, *later], "tools": tools}
+    answer = post(server, PATH, **sent, max_tokens=9)
+    assert answer.status_code == 200, answer.text
+    prompt = last_prompt(server, processor)
+    known = [name for name in ("a", "late", "inline") if f'"name": "{name}"' in prompt]
+    assert known == offered
+    counted = post(server, COUNT, **sent).json()["input_tokens"]
+    assert counted == len(server.client.requests[-1].prompt_token_ids)
+    assert ("tool_reference" in prompt) == (later is SEARCHED)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (
+            {"type": "tool_addition", "tool": {**NAMED, "name": "x"}},
+            "content[0] names the tool 'x'",
+        ),
+        ({"type": "tool_removal", "tool": {**NAMED, "name": "x"}}, "content[0] names the tool 'x'"),
+        ({"type": "tool_removal", "tool": DEFINED}, "'tool_definition' is not allowed"),
+        (
+            {"type": "tool_addition", "tool": {"type": "mcp_toolset_reference", "name": "x"}},
+            "this server calls no MCP servers",
+        ),
+        ({"type": "tool_addition"}, "messages[1].content[0].tool: Field required"),
+    ],
+)
+def test_change_of_an_unknown_tool_is_refused(
+    server: Any, block: dict[str, Any], message: str
+) -> None:
+    messages = [*USER, {"role": "system", "content": [block]}, *USER]
+    answer = post(server, PATH, messages=messages, tools=[tool("a")], max_tokens=9)
+    assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
+
+
+def test_many_definitions_of_tools_are_read_quickly() -> None:
+    """A body has room for 13,000 of them. They are read in the event loop."""
+    tools = [SentTool(name=f"t{i}", input_schema={}) for i in range(13_000)]
+    offered = OfferedTools([])
+    begin = time.process_time()
+    for tool in tools:
+        offered.define(tool)
+        offered.add(tool.name, "messages[0]")
+    assert time.process_time() - begin < 0.5
+    assert offered.tools() == tools
+
+
+def test_definition_replaces_the_tools_of_its_name() -> None:
+    sent = [SentTool(name=name, input_schema={}) for name in ("a", "b", "a", "c")]
+    offered = OfferedTools(sent)
+    late, latest = (SentTool(name="a", input_schema={}, description=d) for d in ("old", "new"))
+    other = SentTool(name="d", input_schema={})
+    for tool in (late, other, latest):
+        offered.define(tool)
+    offered.remove("c", "messages[0]")
+    assert offered.tools() == [sent[1], other, latest]
 
 
 def test_thinking_text_and_tool_use_blocks_are_in_order(server: Any) -> None:

@@ -232,8 +232,9 @@ def test_unsupported_http_version_is_505(server, processor, version):
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * 100_000,
         b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X-Many: x\r\n" * 10_000 + b"X: x",
         b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\nHost: localhost",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * 600_000,
     ],
-    ids=["one header", "many headers", "target"],
+    ids=["one header", "many headers", "target", "several reads"],
 )
 def test_too_large_head_is_431(server, processor, head):
     """Also if all of it arrives in one read."""
@@ -242,6 +243,7 @@ def test_too_large_head_is_431(server, processor, head):
             client.sendall(head + b"\r\n\r\n")
         result = read_until_closed(client)
         assert result.startswith(b"HTTP/1.1 431 ") and b"connection: close" in result
+        assert b"a head of more than 16384 bytes; send fewer or shorter headers" in result
 
 
 def test_large_head_within_limit_is_accepted(server, processor):

@@ -32,6 +32,37 @@ def test_unsupported_fields_are_refused(server, path):
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "place"),
+    [
+        (CHAT_PATH, {"max_tokens": True}, "max_tokens"),
+        (CHAT_PATH, {"num_predict": True}, "max_tokens"),
+        (CHAT_PATH, {"temperature": False}, "temperature"),
+        (CHAT_PATH, {"n": True}, "n"),
+        (CHAT_PATH, {"logit_bias": {"5": True}}, "logit_bias"),
+        (TEXT_PATH, {"logprobs": False}, "logprobs"),
+        (TEXT_PATH, {"seed": False}, "seed"),
+        ("/v1/responses", {"input": "x", "top_p": True}, "top_p"),
+        ("/v1/messages", {"messages": USER, "max_tokens": True}, "max_tokens"),
+        (
+            "/v1/messages",
+            {
+                "messages": USER,
+                "max_tokens": 9,
+                "thinking": {"type": "enabled", "budget_tokens": True},
+            },
+            "thinking.budget_tokens",
+        ),
+    ],
+)
+def test_boolean_is_no_number(server, path, body, place):
+    """A client of /v1/completions with the `logprobs: false` of chats got log-probabilities."""
+    response = post(server, path, **body)
+    assert response.status_code == 400, response.text
+    message = response.json()["error"]["message"]
+    assert message.startswith((f"{place}: Input should be a number", f"{place}="))
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("response_format", {"type": "grammar"}),

@@ -516,6 +516,55 @@ def test_delete_ends_a_stream(servers: Servers) -> None:
     run(work())
 
 
+@pytest.mark.parametrize("api", [0, 2, 3])
+def test_readers_of_a_deleted_stream_get_an_error(servers: Servers, api: int) -> None:
+    """Without one the answer would seem complete to another reader of it."""
+
+    async def work() -> None:
+        running = servers.start(tokens=4)
+        path, body = BODIES[api]
+        async with asked(running, path, body) as answer_id, running.http() as http:
+            events = b"".join(running.events()).decode()
+            reading = asyncio.create_task(http.get(f"{path}/{answer_id}?stream=true"))
+            await idle()
+            await http.delete(f"{path}/{answer_id}")
+            text = (await reading).text
+            assert text.startswith(events)
+            last = text.removeprefix(events).removesuffix("data: [DONE]\n\n")
+            assert last.count("\n\n") == 1 and "id: " not in last
+            assert (
+                f"{answer_id!r} was deleted"
+                in json.loads(last.partition("data: ")[2])["error"]["message"]
+            )
+            assert ("[DONE]" in text) == ("event: error" not in text)
+
+    run(work())
+
+
+@pytest.mark.parametrize("tokens", [4, None])
+@pytest.mark.parametrize("api", [0, 3, 5])
+def test_number_of_no_event_is_refused(servers: Servers, tokens: int | None, api: int) -> None:
+    """A client with such a number would wait for the end of the answer, and get none of it."""
+
+    async def work() -> None:
+        running = servers.start(tokens=tokens)
+        path, body = BODIES[api]
+        async with running.http() as http, asked(running, path, body) as answer_id:
+            url = f"{path}/{answer_id}?stream=true"
+            await idle()
+            count = len(running.events())
+            for headers in ({}, {"Last-Event-ID": f"{answer_id}:{count}"}):
+                unknown = await http.get(f"{url}&starting_after={count}", headers=headers)
+                assert unknown.status_code == 404
+                assert f"starting_after={count} is not known: the answer has" in unknown.text
+                assert f" {count} events" in unknown.text
+            if tokens is None:
+                known = await http.get(f"{url}&starting_after={count - 1}")
+                assert (known.status_code, "data: {" in known.text) == (200, False)
+
+    run(work())
+
+
 def test_slow_answer_of_the_journal_delays_no_other(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

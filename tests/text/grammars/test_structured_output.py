@@ -15,6 +15,7 @@ from lockstep.text.grammars.json_schema import (
     MAX_DEPTH,
     MAX_REFERENCES,
     MAX_SEARCHED_PARTS,
+    NEEDED,
     REFUSED,
     close_objects,
     locate,
@@ -90,9 +91,11 @@ def test_blanks_of_json_are_bounded(compiler: Compiler, form: dict[str, Any]) ->
         assert not is_allowed(f'{{"a":{blanks}[1]}}')
 
 
-@pytest.mark.parametrize("keyword", REFUSED)
+@pytest.mark.parametrize("keyword", [name for name in REFUSED if name not in NEEDED])
 def test_unsupported_keywords_are_named(compiler: Compiler, keyword: str) -> None:
-    schema = {"type": "object", "properties": {"a": {"items": [{}, {keyword: {"maxLength": 1}}]}}}
+    # Without other schemas of the same value, unevaluated ones are enforced.
+    part = {"anyOf": [{}], keyword: {"maxLength": 1}}
+    schema = {"type": "object", "properties": {"a": {"items": [{}, part]}}}
     with pytest.raises(RequestError, match="properties.a.items.1.") as caught:
         compiled(compiler, json=schema)
     assert repr(keyword) in str(caught.value)
@@ -315,6 +318,11 @@ def test_large_multiples_are_refused(compiler: Compiler, fields: dict[str, Any])
         {"properties": {"format": {"format": "path", "type": "string", "maxLength": 3}}},
         {"$defs": {"x": {"format": "password"}}, "items": {"$ref": "#/$defs/x"}},
         {"type": "object", "propertyNames": {"type": "string"}},
+        {"type": "array", "uniqueItems": False, "minContains": 2},
+        {"type": "string", "nullable": False},
+        {"type": "object", "dependentRequired": {}, "unevaluatedProperties": True},
+        {"type": "object", "properties": {"if": {"uniqueItems": False}}},
+        {"type": "object", "then": {"required": ["x"]}, "else": False},
     ],
 )
 def test_ineffective_keywords_do_not_change_the_grammar(
@@ -325,10 +333,52 @@ def test_ineffective_keywords_do_not_change_the_grammar(
 
 
 def drop_ineffective(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a schema's object without its format and propertyNames; a property named format
-    stays."""
-    kept = {key: value for key, value in pairs if key != "propertyNames"}
-    return {key: value for key, value in kept.items() if key != "format" or isinstance(value, dict)}
+    """Return a schema's object without keywords that restrict nothing here; a property named like
+    one stays."""
+    names = ("propertyNames", "then", "else", "dependentRequired", "unevaluatedProperties")
+    kept = {key: value for key, value in pairs if key not in names}
+    maybe = ("format", "uniqueItems", "minContains", "nullable")
+    return {
+        key: value for key, value in kept.items() if key not in maybe or isinstance(value, dict)
+    }
+
+
+@pytest.mark.parametrize(
+    ("unevaluated", "plain"),
+    [
+        (
+            {"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False},
+            {"type": "object", "properties": {"a": {}}, "additionalProperties": False},
+        ),
+        (
+            {"additionalProperties": {"type": "null"}, "unevaluatedProperties": False},
+            {"additionalProperties": {"type": "null"}},
+        ),
+        (
+            {"prefixItems": [{"type": "null"}], "unevaluatedItems": {"type": "boolean"}},
+            {"prefixItems": [{"type": "null"}], "items": {"type": "boolean"}},
+        ),
+    ],
+)
+def test_unevaluated_is_additional_without_other_schemas(
+    compiler: Compiler, unevaluated: dict[str, Any], plain: dict[str, Any]
+) -> None:
+    assert compiled(compiler, json=unevaluated).recipe == compiled(compiler, json=plain).recipe
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False},
+        {"$ref": "#/$defs/x", "$defs": {"x": {}}, "unevaluatedProperties": False},
+        {"contains": {"type": "null"}, "unevaluatedItems": False},
+        {"type": "array", "uniqueItems": 0},
+        {"if": {"required": ["x"]}, "else": False},
+    ],
+)
+def test_effective_keywords_are_refused(compiler: Compiler, schema: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="is not supported, and would change the answer"):
+        compiled(compiler, json=schema)
 
 
 def test_usual_multiples_compile(compiler: Compiler) -> None:

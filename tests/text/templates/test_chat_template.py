@@ -376,6 +376,32 @@ def test_omitted_parts_of_the_template_are_logged(
     ]
 
 
+ALTERNATING = """{% set ns = namespace(turns=0) %}{% for m in messages %}
+{%- if m.role in ('user', 'assistant') %}{% if (m.role == 'user') != (ns.turns % 2 == 0)
+%}{{ raise_exception('no alternation') }}{% endif %}{% set ns.turns = ns.turns + 1 %}{% endif %}
+{{- m.content }}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "is_read"),
+    [
+        (PRINTED, True),
+        (LIST_ONLY, True),
+        (ALTERNATING, True),
+        ("{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}", False),
+        (
+            "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+            "{{ raise_exception('late') }}{% endif %}{{ m.content }}{% endfor %}",
+            False,
+        ),
+    ],
+    ids=["any", "parts", "alternating", "dropped", "refused"],
+)
+def test_late_system_messages_are_found_where_they_are_read(template: str, is_read: bool) -> None:
+    """A template whose roles alternate refuses two messages of the user in a row."""
+    assert Processor(tokenizer(), template, 4096).reads_late_system(None) is is_read
+
+
 def test_bundled_template_omits_no_part(caplog: pytest.LogCaptureFixture) -> None:
     Processor.for_model(tokenizer(), BUNDLED, 4096)
     assert not caplog.records

@@ -12,7 +12,6 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.serve.http.errors import CancelledRequestError, Error, status_and_body
 from lockstep.serve.http.event_stream import Event
 from lockstep.serve.journal.saved_answer import SavedAnswer
-from lockstep.serve.openai.conversation import naming_late_system_message
 from lockstep.serve.openai.logprobs import chat_logprobs
 from lockstep.serve.openai.protocol import ChatRequest
 from lockstep.serve.openai.responses.builtin_tools import call_arguments
@@ -296,10 +295,9 @@ class ResponsesWriter(ResponseWriter):
         history = InputHistory.read(registry, body)
         tools = body.toolbox(history.items)
         chat = body.chat(history.items, tools)
-        roles = [getattr(item, "role", "assistant") for item in body.input]
         is_small = is_small and not history.previous.items
         try:
-            with renamed_fields(SENT_NAMES), naming_late_system_message("input", roles):
+            with renamed_fields(SENT_NAMES):
                 active = await registry.service.submit(chat, ID_PREFIX, is_small)
         except (ContextLengthError, CapacityError) as error:
             if not body.stream or body.background:

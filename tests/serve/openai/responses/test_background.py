@@ -81,7 +81,7 @@ def test_background_stream_resumes(server: Any) -> None:
             replay = await client.responses.retrieve(response_id, stream=True)
             assert [event async for event in replay] == events
             none = await client.responses.retrieve(
-                response_id, stream=True, starting_after=len(events)
+                response_id, stream=True, starting_after=len(events) - 1
             )
             assert [event async for event in none] == []
 
