@@ -57,11 +57,12 @@ class DraftLengthPolicy(Protocol):
         ...
 
     def observe(
-        self, rows: int, num_drafts: int, num_drafted: int, accepted: list[int], ms: float
+        self, rows: int, num_drafts: int, num_drafted: int, accepted: list[int], ms: float | None
     ) -> None:
         """Observe a step with `num_drafted` drafts per row, for which `num_drafts` were chosen.
 
-        accepted: accepted drafts per row. ms: time of the step.
+        accepted: accepted drafts per row. ms: time of the step, None if nobody knows it: the step
+        shared a forward pass with a prompt step.
         """
         ...
 
@@ -82,7 +83,7 @@ class FixedDraftLength:
         return self.num_drafts
 
     def observe(
-        self, rows: int, num_drafts: int, num_drafted: int, accepted: list[int], ms: float
+        self, rows: int, num_drafts: int, num_drafted: int, accepted: list[int], ms: float | None
     ) -> None:
         """Ignore the step."""
 
@@ -104,7 +105,7 @@ class RandomDraftLength:
         return self.rng.choice(self.draft_lengths)
 
     def observe(
-        self, rows: int, num_drafts: int, num_drafted: int, accepted: list[int], ms: float
+        self, rows: int, num_drafts: int, num_drafted: int, accepted: list[int], ms: float | None
     ) -> None:
         """Ignore the step."""
 
@@ -289,10 +290,14 @@ class AdaptiveDraftLength:
         return self.num_drafts
 
     def observe(
-        self, rows: int, num_drafts: int, num_drafted: int, accepted: list[int], ms: float
+        self, rows: int, num_drafts: int, num_drafted: int, accepted: list[int], ms: float | None
     ) -> None:
-        """Update costs and acceptance, and add the step's gain or loss to the balance."""
-        self.costs.observe(rows, num_drafts, ms)
+        """Update costs and acceptance, and add the step's gain or loss to the balance.
+
+        A step without a time of its own counts with the costs that are known.
+        """
+        if ms is not None:
+            self.costs.observe(rows, num_drafts, ms)
         self._count_due(rows, num_drafts)
         if num_drafted:
             self.acceptance.observe(num_drafted, accepted)

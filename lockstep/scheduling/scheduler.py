@@ -331,7 +331,7 @@ class Scheduler:
     def update(self, schedule: Schedule, results: Results) -> list[Request]:
         """Give the results of a schedule to its requests; return those that got tokens."""
         rows = self.launched.pop(schedule.tick, {})
-        if results.decode_ms is not None:
+        if schedule.decode:
             accepted = [results.rows[row].num_accepted for row in schedule.decode]
             self.draft_policy.observe(
                 schedule.padded_rows,

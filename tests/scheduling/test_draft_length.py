@@ -57,6 +57,7 @@ class Device:
 
     steps_lost: maximum number of steps by which it was slower than without drafts, beyond 2 % of
         the time.
+    tells_time: the policy learns how long the steps take.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Device:
     seed: int = 0
     noise: float = 0.03
     spikes: float = 0.01
+    tells_time: bool = True
     used: Counter[int] = field(default_factory=Counter)
     steps_lost: float = 0.0
 
@@ -91,7 +93,8 @@ class Device:
             without += plain * (1 + sum(accepted) / rows)
             self.steps_lost = max(self.steps_lost, (0.98 * time - without) / plain)
             off = 5.0 if draw.random() < self.spikes else abs(draw.gauss(0, self.noise))
-            flights.append((rows, count, result, accepted, took * (1 + off)))
+            observed = took * (1 + off) if self.tells_time else None
+            flights.append((rows, count, result, accepted, observed))
             if len(flights) >= latency:
                 chooser.observe(*flights.pop(0))
         return without / time
@@ -170,6 +173,16 @@ def test_comes_back_when_drafts_are_accepted_again(name: str) -> None:
     device = Device(name, lambda t, i: 0.0 if t < 1500 else 0.9)
     gained = (1500 + 1500 * best(name, 0.9)) / 3000
     assert device.speed(3000) > 0.8 * gained and device.used[0] < 2100
+
+
+@pytest.mark.default_cases("27B, 64 rows", "cpu")
+@pytest.mark.parametrize("name", DEVICES)
+def test_drafts_are_tried_in_steps_without_times(name: str) -> None:
+    """All steps share a forward pass with prompts, so the costs stay those of null rows."""
+    accepting = Device(name, lambda t, i: 0.95, tells_time=False)
+    assert accepting.speed(3000) > 0.9 * best(name, 0.95)
+    refusing = Device(name, lambda t, i: 0.0, tells_time=False)
+    assert refusing.speed() > 0.98
 
 
 COUNTS = (0, 1, 3)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep import LLM
-from lockstep.config import StepLimits
+from lockstep.config import PADDED_PROMPTS, StepLimits
 from lockstep.step import JointContext, StepContext, StepShape
 from lockstep.worker import joint_steps
 from lockstep.worker.executor import worker_of
@@ -42,9 +42,9 @@ def test_steps_join_as_a_graph_or_with_long_prompts(steps: JointSteps) -> None:
     padded = steps.prompt_shape(DECODE, [70, 30])
     assert padded is not None and padded.padded and padded.tokens == 128
     # More prompts than a padded step has, or more tokens: only long ones join, without padding.
-    assert steps.prompt_shape(DECODE, [50] * 4) is None
-    eager = steps.prompt_shape(DECODE, [100] * 4)
-    assert eager is not None and (eager.padded, eager.tokens, eager.rows) == (False, 400, 4)
+    assert steps.prompt_shape(DECODE, [20] * (PADDED_PROMPTS + 1)) is None
+    eager = steps.prompt_shape(DECODE, [50] * (PADDED_PROMPTS + 1))
+    assert eager is not None and (eager.padded, eager.tokens, eager.rows) == (False, 400, 8)
     assert not steps.needs_capture((DECODE, eager))
     assert steps.prompt_shape(DECODE, [299]) is None
 
