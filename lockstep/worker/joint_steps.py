@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from lockstep.config import StepLimits
+from lockstep.kernels.exchange import RankGroup
 from lockstep.step import GRID, StepShape
 from lockstep.worker.roofline import PassCosts
 from lockstep.worker.step_shapes import prompt_step
@@ -45,14 +46,12 @@ class JointSteps:
     join. may_capture: false after a capture that failed.
     """
 
-    def __init__(self, limits: StepLimits, model: nn.Module) -> None:
+    def __init__(self, limits: StepLimits, min_eager_tokens: int) -> None:
         self.limits = limits
+        self.min_eager_tokens = min_eager_tokens
         self.buckets = joint_buckets(limits) if limits.graph_mode == "full" else ()
         self.graphs: set[tuple[StepShape, ...]] = set()
-        self.min_eager_tokens = 0
         self.may_capture = True
-        if limits.device != "cpu":
-            self.min_eager_tokens = eager_tokens(model)
 
     def prompt_shape(self, decode: StepShape, lengths: Sequence[int]) -> StepShape | None:
         """Return the shape of a step of these prompt chunks that joins the decode step.
@@ -77,18 +76,31 @@ class JointSteps:
         if (decode, prompt) in self.graphs:
             return True
         limits = self.limits
-        decoded = decode.tokens + sum(shapes[0].tokens for shapes in self.graphs)
-        prompts = prompt.tokens + sum(shapes[1].tokens for shapes in self.graphs)
+        passes = [*self.graphs, (decode, prompt)]
+        # A graph keeps the logits of each token of its decode step and of each row of its prompts.
+        logit_rows = sum(first.tokens + second.rows for first, second in passes)
+        prompt_tokens = sum(second.tokens for _, second in passes)
+        max_logit_rows = limits.max_num_seqs * limits.query_len + prompt.rows
         return (
             self.may_capture
-            and len(self.graphs) < MAX_GRAPHS
-            and decoded <= LARGEST_GRAPHS * limits.max_num_seqs * limits.query_len
-            and prompts <= LARGEST_GRAPHS * self.buckets[-1]
+            and len(passes) <= MAX_GRAPHS
+            and logit_rows <= LARGEST_GRAPHS * max_logit_rows
+            and prompt_tokens <= LARGEST_GRAPHS * self.buckets[-1]
         )
 
 
+def min_eager_tokens(model: nn.Module, group: RankGroup, device: str) -> int:
+    """Return the prompt tokens from which an eager joint step binds a rank's device.
+
+    model: of this rank. group, device: of its ranks. All ranks return the same number.
+    """
+    # FLOPs per token differ between ranks where columns do not divide evenly. Ranks that choose
+    # other steps would wait for each other forever.
+    return group.smallest(eager_tokens(model), device)
+
+
 def eager_tokens(model: nn.Module) -> int:
-    """Return the prompt tokens from which an eager joint step binds the device."""
+    """Return the prompt tokens from which an eager joint step binds this rank's device."""
     layers = len(model.get_submodule("blocks"))  # type: ignore[arg-type]
     flops = PassCosts.of(model).floor(1, GRID, 1, 0).total.flops / (layers * GRID)
     return int(EAGER_LAYER_FLOPS / flops)

@@ -49,7 +49,7 @@ from lockstep.worker.step_shapes import (
     padded_prompt_step,
     uniform_shapes,
 )
-from lockstep.worker.worker import Worker, smallest
+from lockstep.worker.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ def plan_memory(
     free, total = torch.cuda.mem_get_info()
     taken = max(total - free - torch.cuda.memory_reserved(), 0)
     share = 1.0 if config.kv_cache_memory_bytes else config.gpu_memory_utilization
-    available = smallest(group, int(total * share) - taken)
+    available = group.smallest(int(total * share) - taken, "cuda")
     plan = planner.plan(available)
     if sum(dry_engine.fixed.values()) > available:
         raise shortage(plan)
@@ -322,7 +322,7 @@ class Fitting:
             program = self.make_program(limits)
             parts, budget = self._measure(limits, program)
             # All ranks choose the same entry, since they run its steps together.
-            budget = smallest(self.build.group, budget)
+            budget = self.build.group.smallest(budget, "cuda")
             missing = planner.missing_bytes(entry, budget)
             if missing <= 0:
                 break

@@ -29,7 +29,7 @@ from lockstep.worker import memory, rows
 from lockstep.worker.capture import capture_pieces, capture_program
 from lockstep.worker.cpu_threads import with_step_threads
 from lockstep.worker.grammar_masks import GrammarMasks
-from lockstep.worker.joint_steps import JointSteps
+from lockstep.worker.joint_steps import JointSteps, min_eager_tokens
 from lockstep.worker.program import Outcome, Program, RunStep, do_nothing
 from lockstep.worker.sampler import logprobs
 from lockstep.worker.step_observer import StepObserver
@@ -154,7 +154,7 @@ class Worker:
             self.uncaptured = with_step_threads(self.uncaptured, model)
         self.run_step = self.uncaptured
         self.prompt_buckets = plan.prompt_buckets
-        self.joint_steps = JointSteps(plan, model)
+        self.joint_steps = JointSteps(plan, min_eager_tokens(model, group, plan.device))
         memory.allocate(self.layers, plan.num_pages, plan.num_slots, plan.device)
         self.paged = memory.tensors(self.layers, StorageKind.PAGED)
         self.state = memory.tensors(self.layers, StorageKind.STATE)
@@ -216,7 +216,7 @@ class Worker:
             timer.end()
             timer.wait()
             # All ranks run the same steps, so they capture the same ones.
-            if not smallest(self.group, int(timer.ms < host_ms)):
+            if not self.group.smallest(int(timer.ms < host_ms), self.plan.device):
                 break
             captured.append(shape.tokens)
         return tuple(captured)
@@ -457,10 +457,3 @@ def _read_row(row: LaunchedRow, numbers: list[int]) -> RowResult:
         valid = [token for token in tokens if token >= 0]
         scores = logprobs(row.logits[: len(valid)], valid, row.spec.params.logprobs or 0)
     return RowResult(tokens, drafted, accepted, scores, mismatch=mismatch)
-
-
-def smallest(group: RankGroup, number: int) -> int:
-    """Return the minimum of a number over the ranks of a group, on GPUs."""
-    if group.size == 1:
-        return number
-    return int(group.all_gather(torch.tensor([number], device="cuda")).min())

@@ -542,6 +542,20 @@ FAULTS = (
         f"{OF_JOINT}::test_joint_steps_change_no_bit",
     ),
     Fault(
+        "ranks join long prompts by their own FLOPs", "worker", "worker.joint_steps",
+        "min_eager_tokens",
+        "return $group.smallest(eager_tokens($model), $device)",
+        "return eager_tokens($model)",
+        "tests/worker/test_joint_steps.py::test_ranks_join_the_same_long_prompts",
+    ),
+    Fault(
+        "the logits of a joint graph's prompts take no memory", "worker", "worker.joint_steps",
+        "JointSteps._has_graph",
+        "$logit_rows = sum($first.tokens + $second.rows for $first, $second in $passes)",
+        "$logit_rows = sum($first.tokens for $first, $second in $passes)",
+        "tests/worker/test_joint_steps.py::test_graphs_of_joint_steps_are_bounded",
+    ),
+    Fault(
         "the draft length learns the time of joint steps", "worker", WORKER, "Worker.collect",
         "if $step.shape.is_decode and not $step.is_joint: ...",
         "if $step.shape.is_decode: ...",

@@ -1,6 +1,7 @@
 """Choice of joint steps: on a GPU as bounded graphs, or eagerly where long prompts bind it."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,13 +10,15 @@ import torch
 from lockstep import LLM
 from lockstep.config import PADDED_PROMPTS, StepLimits
 from lockstep.step import JointContext, StepContext, StepShape
-from lockstep.worker import joint_steps
-from lockstep.worker.executor import worker_of
-from lockstep.worker.joint_steps import JointSteps, joint_buckets
+from lockstep.worker import executor, joint_steps
+from lockstep.worker.executor import executor_of, worker_of
+from lockstep.worker.joint_steps import JointSteps, eager_tokens, joint_buckets, min_eager_tokens
 from lockstep.worker.program import RunStep, do_nothing
 from lockstep.worker.worker import Worker
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, assert_idle
+from tests.thread_ranks import ThreadRanks
 
+ASSETS = Path(__file__).parents[1] / "assets"
 DECODE = StepShape.uniform(2, 1)
 
 
@@ -29,7 +32,7 @@ def limits(plain: LLM) -> StepLimits:
 @pytest.fixture
 def steps(plain: LLM, limits: StepLimits) -> JointSteps:
     """Return the choice of an engine with these limits."""
-    return JointSteps(limits, worker_of(plain.engine).model)
+    return JointSteps(limits, eager_tokens(worker_of(plain.engine).model))
 
 
 def test_prompts_are_padded_to_multiples_of_128(limits: StepLimits) -> None:
@@ -63,6 +66,10 @@ def test_graphs_of_joint_steps_are_bounded(
     assert steps.prompt_shape(DECODE, [20]) is not None, "captured ones stay"
     monkeypatch.setattr(joint_steps, "MAX_GRAPHS", 9)
     assert steps.prompt_shape(DECODE, [200]) is not None
+    # Each graph keeps 7 rows of logits: of 2 decoding rows, of 4 prompts and of the null row. The
+    # largest one keeps 9, so the memory of two largest ones holds two of them.
+    monkeypatch.setattr(joint_steps, "LARGEST_GRAPHS", 2)
+    assert steps.prompt_shape(DECODE, [200]) is None
     monkeypatch.setattr(joint_steps, "LARGEST_GRAPHS", 1)
     assert steps.prompt_shape(DECODE, [200]) is None, "results of one largest step at most"
     steps.graphs.clear()
@@ -72,18 +79,34 @@ def test_graphs_of_joint_steps_are_bounded(
 
 
 def test_without_whole_graphs_only_long_prompts_join(plain: LLM, limits: StepLimits) -> None:
-    model = worker_of(plain.engine).model
+    tokens = eager_tokens(worker_of(plain.engine).model)
     for mode in ("none", "piecewise"):
-        steps = JointSteps(replace(limits, graph_mode=mode), model)
+        steps = JointSteps(replace(limits, graph_mode=mode), tokens)
         assert steps.min_eager_tokens > 1000
         assert steps.prompt_shape(DECODE, [60]) is None
         assert steps.prompt_shape(DECODE, [steps.min_eager_tokens]) is not None
 
 
+def test_ranks_join_the_same_long_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank with fewer columns computes fewer FLOPs per token."""
+    monkeypatch.setattr(executor, "start_ranks", ThreadRanks)
+    llm = LLM(model=str(ASSETS / "qwen3"), tensor_parallel_size=2, max_model_len=128)
+    alone: dict[int, int] = {}
+    chosen: dict[int, int] = {}
+
+    def read(worker: Worker) -> None:
+        alone[worker.group.index] = eager_tokens(worker.model)
+        chosen[worker.group.index] = worker.joint_steps.min_eager_tokens
+        worker.group.all_gather(torch.zeros(1))  # the other rank has written its numbers
+
+    executor_of(llm.engine).collective_rpc(read)
+    assert alone[0] < alone[1]
+    assert chosen == {0: alone[0], 1: alone[0]}
+
+
 def joined_as_graphs(worker: Worker, limits: StepLimits) -> JointSteps:
     """Let a worker on a CPU choose joint steps as for graphs."""
-    steps = JointSteps(limits, worker.model)
-    steps.min_eager_tokens = 1 << 20
+    steps = JointSteps(limits, min_eager_tokens=1 << 20)
     worker.joint_steps = steps
     worker.run_step = RunStep(*worker.uncaptured)
     return steps
