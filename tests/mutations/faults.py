@@ -542,6 +542,20 @@ FAULTS = (
         f"{OF_JOINT}::test_joint_steps_change_no_bit",
     ),
     Fault(
+        "a joint step is captured on a row of a request", "worker", WORKER,
+        "Worker._capture_joint",
+        "$decode.fill()",
+        "$decode.fill(row_ids=[1])",
+        "tests/worker/test_joint_steps.py::test_capture_writes_null_rows_only",
+    ),
+    Fault(
+        "the masks of a joint step's prompts overwrite those of its decode step", "worker", WORKER,
+        "Worker._launch",
+        "$num_masks += len($step.row_ids) * $width",
+        "$num_masks += 0",
+        "tests/worker/test_grammar_masks.py::test_steps_of_one_pass_write_their_masks_apart",
+    ),
+    Fault(
         "ranks join long prompts by their own FLOPs", "worker", "worker.joint_steps",
         "min_eager_tokens",
         "return $group.smallest(eager_tokens($model), $device)",
