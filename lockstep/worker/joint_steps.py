@@ -39,8 +39,9 @@ def joint_buckets(limits: StepLimits) -> tuple[int, ...]:
 class JointSteps:
     """Joint steps of a worker. All ranks of a model choose the same ones.
 
-    On a CPU all steps join that can. On a GPU they join as a graph, which is captured when it is
-    first needed, or where the prompts are so long that the launches of an eager pass cost no time.
+    On a CPU a decode step always joins the prompt step of its schedule. On a GPU they join as a
+    graph, which is captured when it is first needed, or where the prompts are so long that the
+    launches of an eager pass cost no time.
 
     graphs: shapes of the captured passes. min_eager_tokens: prompt tokens from which eager steps
     join. may_capture: false after a capture that failed.
