@@ -542,6 +542,14 @@ FAULTS = (
         f"{OF_JOINT}::test_joint_steps_change_no_bit",
     ),
     Fault(
+        "the time of a rank's decode steps includes joint steps", "worker", "worker.rank_times",
+        "StepTimes.before_step",
+        "self.timers.pop()\n"
+        "self.is_timing = False",
+        "pass",
+        f"{OF_JOINT}::test_times_of_ranks_leave_joint_steps_out",
+    ),
+    Fault(
         "a joint step is captured on a row of a request", "worker", WORKER,
         "Worker._capture_joint",
         "$decode.fill()",
