@@ -22,12 +22,14 @@ third more launches: 2 ms per layer. In that time an H200 computes 1.2e12 FLOPs 
 Qwen3.6-27B take 183 ms). Below, a captured decode step next to an eager prompt step is faster.
 """
 PADDING = 128
-"""Token counts of prompts in joint graphs are multiples of it. Computing as many tokens takes less
-time than reading the weights, which the joint step saves: for 16-bit weights on an H200, 170."""
+"""Tokens of prompts between two padded lengths of joint graphs.
+
+Computing 170 tokens takes an H200 as long as reading 16-bit weights, which a joint step saves.
+"""
 MAX_GRAPHS = 32
 """Maximum graphs of joint steps. The host launches all kernels of a step twice to capture it."""
 LARGEST_GRAPHS = 6
-"""Results of as many of the largest joint steps fit into the memory that is planned for graphs."""
+"""Number of largest joint steps whose results fit into the memory that is planned for graphs."""
 
 
 def joint_buckets(limits: StepLimits) -> tuple[int, ...]:
