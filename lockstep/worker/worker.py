@@ -154,7 +154,7 @@ class Worker:
             self.uncaptured = with_step_threads(self.uncaptured, model)
         self.run_step = self.uncaptured
         self.prompt_buckets = plan.prompt_buckets
-        self.joint_steps = JointSteps(plan, model)
+        self.joint_steps = JointSteps(plan)
         memory.allocate(self.layers, plan.num_pages, plan.num_slots, plan.device)
         self.paged = memory.tensors(self.layers, StorageKind.PAGED)
         self.state = memory.tensors(self.layers, StorageKind.STATE)
@@ -341,12 +341,12 @@ class Worker:
         """Capture a joint step on null rows, since capturing a step runs it twice."""
         # If this raises, later steps run without new graphs.
         self.joint_steps.may_capture = False
-        decode, prompt = self.table.pass_inputs
-        decode.fill()
-        prompt.fill(query_lens=[shapes[1].tokens])
+        decode, prompt = shapes
+        for inputs, lengths in zip(self.table.pass_inputs, ([], [prompt.tokens]), strict=True):
+            inputs.fill(query_lens=lengths)
         for _ in self.run_step.run(shapes, [do_nothing] * len(shapes)):
             pass
-        self.joint_steps.graphs.add(shapes)
+        self.joint_steps.graphs.add((decode, prompt))
         self.joint_steps.may_capture = True
 
     def _uniform_rows(self, step: PlannedStep, outcome: Outcome) -> list[LaunchedRow]:

@@ -173,9 +173,7 @@ def test_dry_run_fault_names_op(
 
     monkeypatch.setitem(silu_mul.backends, "triton", plain._replace(run=faulty))
     engine = dry_engine_of(folder)
-    pattern = (
-        rf"dry run of a decoding step: op silu_mul of .*test_dry_run.py:\d+ in {fault.__name__}"
-    )
+    pattern = rf"dry run of a prompt step: op silu_mul of .*test_dry_run.py:\d+ in {fault.__name__}"
     with pytest.raises(CaptureError, match=pattern):
         engine.working(2, 64)
 

@@ -1,4 +1,4 @@
-"""Choice of joint steps: on a GPU as bounded graphs, or eagerly where long prompts bind it."""
+"""Choice of joint steps: on a GPU as graphs, whose number and memory are bounded."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,7 @@ from lockstep.config import PADDED_PROMPTS, StepLimits
 from lockstep.step import JointContext, StepContext, StepShape
 from lockstep.worker import joint_steps
 from lockstep.worker.executor import worker_of
-from lockstep.worker.joint_steps import JointSteps, joint_buckets
+from lockstep.worker.joint_steps import JointSteps
 from lockstep.worker.program import RunStep, do_nothing
 from lockstep.worker.worker import Worker
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, assert_idle
@@ -27,39 +27,42 @@ def limits(plain: LLM) -> StepLimits:
 
 
 @pytest.fixture
-def steps(plain: LLM, limits: StepLimits) -> JointSteps:
-    """Return the choice of an engine with these limits."""
-    return JointSteps(limits, worker_of(plain.engine).model)
+def at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let joint steps be captured when they are first needed."""
+    monkeypatch.setattr(joint_steps, "USES_BEFORE_CAPTURE", 0)
 
 
-def test_prompts_are_padded_to_multiples_of_128(limits: StepLimits) -> None:
-    assert joint_buckets(limits) == (64, 128, 256)
-    assert joint_buckets(replace(limits, prompt_buckets=())) == ()
-
-
-def test_steps_join_as_a_graph_or_with_long_prompts(steps: JointSteps) -> None:
-    steps.min_eager_tokens = 300
-    padded = steps.prompt_shape(DECODE, [70, 30])
-    assert padded is not None and padded.padded and padded.tokens == 128
-    # More prompts than a padded step has, or more tokens: only long ones join, without padding.
+@pytest.mark.usefixtures("at_first_use")
+def test_tokens_of_joint_graphs_are_multiples_of_a_tile(limits: StepLimits) -> None:
+    steps = JointSteps(limits)
+    for lengths, tokens in (([70, 30], 128), ([126], 128), ([127], 256), ([20] * 7, 256)):
+        prompt = steps.prompt_shape(DECODE, lengths)
+        assert prompt is not None and prompt.padded
+        assert prompt.tokens + DECODE.tokens == tokens
+    assert steps.prompt_shape(DECODE, [255]) is None, "more than the largest prompt graph"
     assert steps.prompt_shape(DECODE, [20] * (PADDED_PROMPTS + 1)) is None
-    eager = steps.prompt_shape(DECODE, [50] * (PADDED_PROMPTS + 1))
-    assert eager is not None and (eager.padded, eager.tokens, eager.rows) == (False, 400, 8)
-    assert not steps.needs_capture((DECODE, eager))
-    assert steps.prompt_shape(DECODE, [299]) is None
 
 
+def test_steps_run_apart_until_their_shapes_are_used_often(limits: StepLimits) -> None:
+    steps = JointSteps(limits)
+    for _ in range(joint_steps.USES_BEFORE_CAPTURE):
+        assert steps.prompt_shape(DECODE, [100]) is None
+    prompt = steps.prompt_shape(DECODE, [100])
+    assert prompt is not None and steps.needs_capture((DECODE, prompt))
+    assert steps.prompt_shape(DECODE, [200]) is None, "another one"
+
+
+@pytest.mark.usefixtures("at_first_use")
 def test_graphs_of_joint_steps_are_bounded(
-    steps: JointSteps, monkeypatch: pytest.MonkeyPatch
+    limits: StepLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps.min_eager_tokens = 1 << 20
-    monkeypatch.setattr(joint_steps, "MAX_GRAPHS", 2)
-    for lengths in ([10], [100]):
-        shape = steps.prompt_shape(DECODE, lengths)
-        assert shape is not None and steps.needs_capture((DECODE, shape))
-        steps.graphs.add((DECODE, shape))
-        assert not steps.needs_capture((DECODE, shape))
-    assert steps.prompt_shape(DECODE, [200]) is None, "two graphs at most"
+    steps = JointSteps(limits)
+    monkeypatch.setattr(joint_steps, "MAX_GRAPHS", 1)
+    shape = steps.prompt_shape(DECODE, [10])
+    assert shape is not None and steps.needs_capture((DECODE, shape))
+    steps.graphs.add((DECODE, shape))
+    assert not steps.needs_capture((DECODE, shape))
+    assert steps.prompt_shape(DECODE, [200]) is None, "one graph at most"
     assert steps.prompt_shape(DECODE, [20]) is not None, "captured ones stay"
     monkeypatch.setattr(joint_steps, "MAX_GRAPHS", 9)
     assert steps.prompt_shape(DECODE, [200]) is not None
@@ -71,24 +74,26 @@ def test_graphs_of_joint_steps_are_bounded(
     assert steps.prompt_shape(DECODE, [200]) is None, "a capture failed"
 
 
-def test_without_whole_graphs_only_long_prompts_join(plain: LLM, limits: StepLimits) -> None:
-    model = worker_of(plain.engine).model
-    for mode in ("none", "piecewise"):
-        steps = JointSteps(replace(limits, graph_mode=mode), model)
-        assert steps.min_eager_tokens > 1000
-        assert steps.prompt_shape(DECODE, [60]) is None
-        assert steps.prompt_shape(DECODE, [steps.min_eager_tokens]) is not None
+@pytest.mark.usefixtures("at_first_use")
+@pytest.mark.parametrize(
+    "changed",
+    [{"graph_mode": "none"}, {"graph_mode": "piecewise"}, {"prompt_buckets": ()}],
+    ids=str,
+)
+def test_without_graphs_of_prompts_no_steps_join(limits: StepLimits, changed: Any) -> None:
+    steps = JointSteps(replace(limits, **changed))
+    assert steps.prompt_shape(DECODE, [60]) is None
 
 
 def joined_as_graphs(worker: Worker, limits: StepLimits) -> JointSteps:
     """Let a worker on a CPU choose joint steps as for graphs."""
-    steps = JointSteps(limits, worker.model)
-    steps.min_eager_tokens = 1 << 20
+    steps = JointSteps(limits)
     worker.joint_steps = steps
     worker.run_step = RunStep(*worker.uncaptured)
     return steps
 
 
+@pytest.mark.usefixtures("at_first_use")
 def test_capture_of_joint_steps_changes_no_answer(
     llm: LLM, plain: LLM, limits: StepLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +113,7 @@ def test_capture_of_joint_steps_changes_no_answer(
         assert answer(output) == answer(plain.generate(prompt, one)[0])
 
 
+@pytest.mark.usefixtures("at_first_use")
 def test_failed_capture_ends_captures_and_no_request(
     llm: LLM, limits: StepLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
