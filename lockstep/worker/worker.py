@@ -263,24 +263,25 @@ class Worker:
 
         A pass without steps is not launched.
         """
+        uniform = StepShape.uniform(schedule.padded_rows, schedule.num_drafts + 1)
+        lengths = [chunk.length for chunk in schedule.prompt]
+        joint = None
+        if schedule.decode and schedule.prompt:
+            joint = self.joint_steps.join(uniform, lengths)
         decode: list[PlannedStep] = []
         forced: list[PlannedStep] = []
         prompt: list[PlannedStep] = []
         if schedule.decode:
-            shape = StepShape.uniform(schedule.padded_rows, schedule.num_drafts + 1)
+            shape = joint[0] if joint else uniform
             decode.append(self._planned(shape, schedule.decode))
         if schedule.forced:
             shape = forced_shape(self.plan, len(schedule.forced), schedule.forced_len)
             forced.append(self._planned(shape, schedule.forced))
-        is_joint = False
         if schedule.prompt:
-            lengths = [chunk.length for chunk in schedule.prompt]
-            joint = self.joint_steps.prompt_shape(decode[0].shape, lengths) if decode else None
-            is_joint = joint is not None
-            shape = joint or prompt_step(self.plan, lengths, self.prompt_buckets)
+            shape = joint[1] if joint else prompt_step(self.plan, lengths, self.prompt_buckets)
             row_ids = [chunk.row for chunk in schedule.prompt]
             prompt.append(self._planned(shape, row_ids, schedule.prompt))
-        return [forced, decode + prompt] if is_joint else [decode, forced, prompt]
+        return [forced, decode + prompt] if joint else [decode, forced, prompt]
 
     def _planned(
         self, shape: StepShape, row_ids: list[int], chunks: Sequence[PromptChunk] = ()

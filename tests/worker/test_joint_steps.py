@@ -23,7 +23,8 @@ DECODE = StepShape.uniform(2, 1)
 def limits(plain: LLM) -> StepLimits:
     """Return limits of a GPU whose steps of few prompts run as graphs."""
     plan = plain.engine.plan
-    return replace(plan, device="cuda", graph_mode="full", prompt_buckets=(64, 256))
+    settings = {"device": "cuda", "graph_mode": "full", "prompt_buckets": (64, 256)}
+    return replace(plan, **settings, row_buckets=(1, 2, 4), max_num_seqs=4)
 
 
 @pytest.fixture
@@ -36,20 +37,38 @@ def at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tokens_of_joint_graphs_are_multiples_of_a_tile(limits: StepLimits) -> None:
     steps = JointSteps(limits)
     for lengths, tokens in (([70, 30], 128), ([126], 128), ([127], 256), ([20] * 7, 256)):
-        prompt = steps.prompt_shape(DECODE, lengths)
-        assert prompt is not None and prompt.padded
-        assert prompt.tokens + DECODE.tokens == tokens
-    assert steps.prompt_shape(DECODE, [255]) is None, "more than the largest prompt graph"
-    assert steps.prompt_shape(DECODE, [20] * (PADDED_PROMPTS + 1)) is None
+        pair = steps.join(DECODE, lengths)
+        assert pair is not None and pair[1].padded
+        assert sum(shape.tokens for shape in pair) == tokens
+    assert steps.join(DECODE, [255]) is None, "more than the largest prompt graph"
+    assert steps.join(DECODE, [20] * (PADDED_PROMPTS + 1)) is None
+
+
+@pytest.mark.usefixtures("at_first_use")
+@pytest.mark.parametrize(
+    ("buckets", "rows"),
+    [
+        ((1, 2, 3, 4, 6, 8, 12), {1: 1, 2: 3, 3: 3, 4: 6, 6: 6, 8: 12, 12: 12}),
+        ((5, 6), {5: 6, 6: 6}),
+        ((9,), {9: 9}),
+    ],
+)
+def test_decode_steps_are_padded_to_few_row_counts(
+    limits: StepLimits, buckets: tuple[int, ...], rows: dict[int, int]
+) -> None:
+    steps = JointSteps(replace(limits, row_buckets=buckets))
+    for bucket, expected in rows.items():
+        pair = steps.join(StepShape.uniform(bucket, 3), [100])
+        assert pair is not None and pair[0] == StepShape.uniform(expected, 3)
 
 
 def test_steps_run_apart_until_their_shapes_are_used_often(limits: StepLimits) -> None:
     steps = JointSteps(limits)
     for _ in range(joint_steps.USES_BEFORE_CAPTURE):
-        assert steps.prompt_shape(DECODE, [100]) is None
-    prompt = steps.prompt_shape(DECODE, [100])
-    assert prompt is not None and steps.needs_capture((DECODE, prompt))
-    assert steps.prompt_shape(DECODE, [200]) is None, "another one"
+        assert steps.join(DECODE, [100]) is None
+    pair = steps.join(DECODE, [100])
+    assert pair is not None and steps.needs_capture(pair)
+    assert steps.join(DECODE, [200]) is None, "another one"
 
 
 @pytest.mark.usefixtures("at_first_use")
@@ -58,20 +77,20 @@ def test_graphs_of_joint_steps_are_bounded(
 ) -> None:
     steps = JointSteps(limits)
     monkeypatch.setattr(joint_steps, "MAX_GRAPHS", 1)
-    shape = steps.prompt_shape(DECODE, [10])
-    assert shape is not None and steps.needs_capture((DECODE, shape))
-    steps.graphs.add((DECODE, shape))
-    assert not steps.needs_capture((DECODE, shape))
-    assert steps.prompt_shape(DECODE, [200]) is None, "one graph at most"
-    assert steps.prompt_shape(DECODE, [20]) is not None, "captured ones stay"
+    pair = steps.join(DECODE, [10])
+    assert pair is not None and steps.needs_capture(pair)
+    steps.graphs.add(pair)
+    assert not steps.needs_capture(pair)
+    assert steps.join(DECODE, [200]) is None, "one graph at most"
+    assert steps.join(DECODE, [20]) is not None, "captured ones stay"
     monkeypatch.setattr(joint_steps, "MAX_GRAPHS", 9)
-    assert steps.prompt_shape(DECODE, [200]) is not None
+    assert steps.join(DECODE, [200]) is not None
     monkeypatch.setattr(joint_steps, "LARGEST_GRAPHS", 1)
-    assert steps.prompt_shape(DECODE, [200]) is None, "results of one largest step at most"
+    assert steps.join(DECODE, [200]) is None, "results of one largest step at most"
     steps.graphs.clear()
-    assert steps.prompt_shape(DECODE, [200]) is not None
+    assert steps.join(DECODE, [200]) is not None
     steps.may_capture = False
-    assert steps.prompt_shape(DECODE, [200]) is None, "a capture failed"
+    assert steps.join(DECODE, [200]) is None, "a capture failed"
 
 
 @pytest.mark.usefixtures("at_first_use")
@@ -82,7 +101,7 @@ def test_graphs_of_joint_steps_are_bounded(
 )
 def test_without_graphs_of_prompts_no_steps_join(limits: StepLimits, changed: Any) -> None:
     steps = JointSteps(replace(limits, **changed))
-    assert steps.prompt_shape(DECODE, [60]) is None
+    assert steps.join(DECODE, [60]) is None
 
 
 def joined_as_graphs(worker: Worker, limits: StepLimits) -> JointSteps:
