@@ -127,7 +127,7 @@ class DryEngine:
         return build_program(self.config, placed, build, self.model, self.draft, NO_HOOKS)
 
     def _working(self, rows: int, tokens: int) -> dict[str, int]:
-        """Return the bytes of the row table, the largest step and the graphs, by name."""
+        """Return the bytes of the row table, the largest eager pass and the graphs, by name."""
         limits = sized(self.limits, self.config, rows, tokens)
         build = copy(self.build)
         build.choices = []  # these are recorded for the final sizes alone
@@ -135,20 +135,21 @@ class DryEngine:
             table = allocated(lambda: self.program(limits, build))
             program = self.program(limits, build)
             decode = StepShape.uniform(rows, limits.query_len)
+            prompt, _ = step_bytes(program, largest_prompt_step(limits)[1])
             uniform, kept = step_bytes(program, decode)
-            joint, _ = step_bytes(program, decode, largest_prompt_step(limits)[1])
             forced, _ = step_bytes(program, forced_shape(limits, 1, FORCED_WINDOWS[-1]))
             largest_forced, _ = step_bytes(program, largest_forced_step(limits))
             padded = joint_kept = kept
             if limits.prompt_buckets:
                 shape = padded_prompt_step(limits, limits.prompt_buckets[-1])
                 padded, joint_kept = step_bytes(program, decode, shape)
-        eager = max(joint, largest_forced)
+        eager = max(prompt, largest_forced)
         if limits.graph_mode == "none":
-            return {"table": table, "step": eager}
+            return {"table": table, "step": max(eager, uniform)}
         working = max(max(uniform, forced) - kept, padded - joint_kept)
         graphs = graph_bytes(limits, working, kept, joint_kept)
-        return {"table": table, "step": eager, "graphs": graphs}
+        # Before its capture a joint step runs eagerly, outside of the memory of the graphs.
+        return {"table": table, "step": max(eager, padded), "graphs": graphs}
 
 
 def graph_bytes(limits: StepLimits, working: int, kept: int, joint_kept: int) -> int:

@@ -49,7 +49,7 @@ from lockstep.worker.step_shapes import (
     padded_prompt_step,
     uniform_shapes,
 )
-from lockstep.worker.worker import Worker
+from lockstep.worker.worker import Worker, smallest
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ def plan_memory(
     free, total = torch.cuda.mem_get_info()
     taken = max(total - free - torch.cuda.memory_reserved(), 0)
     share = 1.0 if config.kv_cache_memory_bytes else config.gpu_memory_utilization
-    available = group.smallest(int(total * share) - taken, "cuda")
+    available = smallest(group, int(total * share) - taken)
     plan = planner.plan(available)
     if sum(dry_engine.fixed.values()) > available:
         raise shortage(plan)
@@ -322,7 +322,7 @@ class Fitting:
             program = self.make_program(limits)
             parts, budget = self._measure(limits, program)
             # All ranks choose the same entry, since they run its steps together.
-            budget = self.build.group.smallest(budget, "cuda")
+            budget = smallest(self.build.group, budget)
             missing = planner.missing_bytes(entry, budget)
             if missing <= 0:
                 break
@@ -354,9 +354,9 @@ class Fitting:
             # A kernel takes memory of the GPU when it is loaded, its threads' stacks included.
             program.run(shape)
         lengths, prompt = largest_prompt_step(limits)
-        program.table.pass_inputs[1].fill(query_lens=lengths)
+        program.table.inputs.fill(query_lens=lengths)
         uniform = StepShape.uniform(limits.row_buckets[-1], limits.query_len)
-        joint_peak, _ = peak_bytes(program, uniform, prompt)
+        prompt_peak, _ = peak_bytes(program, prompt)
         uniform_peak, kept = peak_bytes(program, uniform)
         forced_peak, _ = peak_bytes(program, forced[-1])
         padded_peak = joint_kept = kept
@@ -364,7 +364,7 @@ class Fitting:
             program.table.pass_inputs[1].fill(query_lens=[limits.prompt_buckets[-1]])
             padded = padded_prompt_step(limits, limits.prompt_buckets[-1])
             padded_peak, joint_kept = peak_bytes(program, uniform, padded)
-        eager_peak = max(joint_peak, peak_bytes(program, largest_forced_step(limits))[0])
+        eager_peak = max(prompt_peak, peak_bytes(program, largest_forced_step(limits))[0])
         graphs = limits.graph_mode != "none"
         working = max(max(uniform_peak, forced_peak) - kept, padded_peak - joint_kept)
         free, total = torch.cuda.mem_get_info()
@@ -374,7 +374,8 @@ class Fitting:
             "weights": self.weights,
             "overhead": total - free - self.weights,  # the row table, CUDA, other programs
             "staging": staging,
-            "step": eager_peak,
+            # Before its capture a joint step runs eagerly, outside of the memory of the graphs.
+            "step": max(eager_peak, padded_peak if graphs else uniform_peak),
             "graphs": graph_bytes(limits, working, kept, joint_kept) if graphs else 0,
         }
         budget = int(total * share) - sum(parts.values())

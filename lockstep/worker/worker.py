@@ -29,7 +29,7 @@ from lockstep.worker import memory, rows
 from lockstep.worker.capture import capture_pieces, capture_program
 from lockstep.worker.cpu_threads import with_step_threads
 from lockstep.worker.grammar_masks import GrammarMasks
-from lockstep.worker.joint_steps import JointSteps, min_eager_tokens
+from lockstep.worker.joint_steps import JointSteps
 from lockstep.worker.program import Outcome, Program, RunStep, do_nothing
 from lockstep.worker.sampler import logprobs
 from lockstep.worker.step_observer import StepObserver
@@ -154,7 +154,7 @@ class Worker:
             self.uncaptured = with_step_threads(self.uncaptured, model)
         self.run_step = self.uncaptured
         self.prompt_buckets = plan.prompt_buckets
-        self.joint_steps = JointSteps(plan, min_eager_tokens(model, group, plan.device))
+        self.joint_steps = JointSteps(plan)
         memory.allocate(self.layers, plan.num_pages, plan.num_slots, plan.device)
         self.paged = memory.tensors(self.layers, StorageKind.PAGED)
         self.state = memory.tensors(self.layers, StorageKind.STATE)
@@ -216,7 +216,7 @@ class Worker:
             timer.end()
             timer.wait()
             # All ranks run the same steps, so they capture the same ones.
-            if not self.group.smallest(int(timer.ms < host_ms), self.plan.device):
+            if not smallest(self.group, int(timer.ms < host_ms)):
                 break
             captured.append(shape.tokens)
         return tuple(captured)
@@ -263,24 +263,25 @@ class Worker:
 
         A pass without steps is not launched.
         """
+        uniform = StepShape.uniform(schedule.padded_rows, schedule.num_drafts + 1)
+        lengths = [chunk.length for chunk in schedule.prompt]
+        joint = None
+        if schedule.decode and schedule.prompt:
+            joint = self.joint_steps.join(uniform, lengths)
         decode: list[PlannedStep] = []
         forced: list[PlannedStep] = []
         prompt: list[PlannedStep] = []
         if schedule.decode:
-            shape = StepShape.uniform(schedule.padded_rows, schedule.num_drafts + 1)
+            shape = joint[0] if joint else uniform
             decode.append(self._planned(shape, schedule.decode))
         if schedule.forced:
             shape = forced_shape(self.plan, len(schedule.forced), schedule.forced_len)
             forced.append(self._planned(shape, schedule.forced))
-        is_joint = False
         if schedule.prompt:
-            lengths = [chunk.length for chunk in schedule.prompt]
-            joint = self.joint_steps.prompt_shape(decode[0].shape, lengths) if decode else None
-            is_joint = joint is not None
-            shape = joint or prompt_step(self.plan, lengths, self.prompt_buckets)
+            shape = joint[1] if joint else prompt_step(self.plan, lengths, self.prompt_buckets)
             row_ids = [chunk.row for chunk in schedule.prompt]
             prompt.append(self._planned(shape, row_ids, schedule.prompt))
-        return [forced, decode + prompt] if is_joint else [decode, forced, prompt]
+        return [forced, decode + prompt] if joint else [decode, forced, prompt]
 
     def _planned(
         self, shape: StepShape, row_ids: list[int], chunks: Sequence[PromptChunk] = ()
@@ -341,12 +342,12 @@ class Worker:
         """Capture a joint step on null rows, since capturing a step runs it twice."""
         # If this raises, later steps run without new graphs.
         self.joint_steps.may_capture = False
-        decode, prompt = self.table.pass_inputs
-        decode.fill()
-        prompt.fill(query_lens=[shapes[1].tokens])
+        decode, prompt = shapes
+        for inputs, lengths in zip(self.table.pass_inputs, ([], [prompt.tokens]), strict=True):
+            inputs.fill(query_lens=lengths)
         for _ in self.run_step.run(shapes, [do_nothing] * len(shapes)):
             pass
-        self.joint_steps.graphs.add(shapes)
+        self.joint_steps.graphs.add((decode, prompt))
         self.joint_steps.may_capture = True
 
     def _uniform_rows(self, step: PlannedStep, outcome: Outcome) -> list[LaunchedRow]:
@@ -457,3 +458,10 @@ def _read_row(row: LaunchedRow, numbers: list[int]) -> RowResult:
         valid = [token for token in tokens if token >= 0]
         scores = logprobs(row.logits[: len(valid)], valid, row.spec.params.logprobs or 0)
     return RowResult(tokens, drafted, accepted, scores, mismatch=mismatch)
+
+
+def smallest(group: RankGroup, number: int) -> int:
+    """Return the minimum of a number over the ranks of a group, on GPUs."""
+    if group.size == 1:
+        return number
+    return int(group.all_gather(torch.tensor([number], device="cuda")).min())

@@ -84,12 +84,12 @@ def never_join(decode: StepShape, lengths: Sequence[int]) -> None:
 
 def join_never(worker: Worker) -> None:
     """Let a rank run all steps apart."""
-    worker.joint_steps.prompt_shape = never_join  # type: ignore[method-assign]
+    worker.joint_steps.join = never_join  # type: ignore[method-assign]
 
 
 def join(worker: Worker) -> None:
     """Undo join_never()."""
-    vars(worker.joint_steps).pop("prompt_shape", None)
+    vars(worker.joint_steps).pop("join", None)
 
 
 def run(

@@ -552,8 +552,8 @@ FAULTS = (
     Fault(
         "a joint step is captured on a row of a request", "worker", WORKER,
         "Worker._capture_joint",
-        "$decode.fill()",
-        "$decode.fill(row_ids=[1])",
+        "$inputs.fill(query_lens=$lengths)",
+        "$inputs.fill(row_ids=[1], query_lens=$lengths)",
         "tests/worker/test_joint_steps.py::test_capture_writes_null_rows_only",
     ),
     Fault(
@@ -564,15 +564,15 @@ FAULTS = (
         "tests/worker/test_grammar_masks.py::test_steps_of_one_pass_write_their_masks_apart",
     ),
     Fault(
-        "ranks join long prompts by their own FLOPs", "worker", "worker.joint_steps",
-        "min_eager_tokens",
-        "return $group.smallest(eager_tokens($model), $device)",
-        "return eager_tokens($model)",
-        "tests/worker/test_joint_steps.py::test_ranks_join_the_same_long_prompts",
+        "a joint step before its capture has no memory", "worker", "worker.memory_estimate",
+        "DryEngine._working",
+        '{"table": $table, "step": max($eager, $padded), "graphs": $graphs}',
+        '{"table": $table, "step": $eager, "graphs": $graphs}',
+        "tests/worker/test_dry_run.py::test_joint_steps_before_their_captures_have_memory",
     ),
     Fault(
         "the logits of a joint graph's prompts take no memory", "worker", "worker.joint_steps",
-        "JointSteps._has_graph",
+        "JointSteps._may_run",
         "$logit_rows = sum($first.tokens + $second.rows for $first, $second in $passes)",
         "$logit_rows = sum($first.tokens for $first, $second in $passes)",
         "tests/worker/test_joint_steps.py::test_graphs_of_joint_steps_are_bounded",

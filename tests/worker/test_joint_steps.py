@@ -1,7 +1,6 @@
-"""Choice of joint steps: on a GPU as bounded graphs, or eagerly where long prompts bind it."""
+"""Choice of joint steps: on a GPU as graphs, whose number and memory are bounded."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +11,13 @@ from lockstep.check.scenarios.inventory import tensors_of
 from lockstep.config import PADDED_PROMPTS, StepLimits
 from lockstep.sampling_params import StructuredOutputsParams
 from lockstep.step import JointContext, StepContext, StepShape
-from lockstep.worker import executor, joint_steps
-from lockstep.worker.executor import executor_of, worker_of
-from lockstep.worker.joint_steps import JointSteps, eager_tokens, joint_buckets
+from lockstep.worker import joint_steps
+from lockstep.worker.executor import worker_of
+from lockstep.worker.joint_steps import JointSteps
 from lockstep.worker.program import RunStep, do_nothing
 from lockstep.worker.worker import Worker
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, assert_idle, make_engine
-from tests.thread_ranks import ThreadRanks
 
-ASSETS = Path(__file__).parents[1] / "assets"
 DECODE = StepShape.uniform(2, 1)
 
 
@@ -28,92 +25,105 @@ DECODE = StepShape.uniform(2, 1)
 def limits(plain: LLM) -> StepLimits:
     """Return limits of a GPU whose steps of few prompts run as graphs."""
     plan = plain.engine.plan
-    return replace(plan, device="cuda", graph_mode="full", prompt_buckets=(64, 256))
+    settings = {"device": "cuda", "graph_mode": "full", "prompt_buckets": (64, 256)}
+    return replace(plan, **settings, row_buckets=(1, 2, 4), max_num_seqs=4)
 
 
 @pytest.fixture
-def steps(plain: LLM, limits: StepLimits) -> JointSteps:
-    """Return the choice of an engine with these limits."""
-    return JointSteps(limits, eager_tokens(worker_of(plain.engine).model))
+def at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let joint steps be captured when they are first needed."""
+    monkeypatch.setattr(joint_steps, "USES_BEFORE_CAPTURE", 0)
 
 
-def test_prompts_are_padded_to_multiples_of_128(limits: StepLimits) -> None:
-    assert joint_buckets(limits) == (64, 128, 256)
-    assert joint_buckets(replace(limits, prompt_buckets=())) == ()
+@pytest.mark.usefixtures("at_first_use")
+def test_tokens_of_joint_graphs_are_multiples_of_a_tile(limits: StepLimits) -> None:
+    steps = JointSteps(limits)
+    for lengths, tokens in (([70, 30], 128), ([126], 128), ([127], 256), ([20] * 7, 256)):
+        pair = steps.join(DECODE, lengths)
+        assert pair is not None and pair[1].padded
+        assert sum(shape.tokens for shape in pair) == tokens
+    assert steps.join(DECODE, [255]) is None, "more than the largest prompt graph"
+    assert steps.join(DECODE, [20] * (PADDED_PROMPTS + 1)) is None
 
 
-def test_steps_join_as_a_graph_or_with_long_prompts(steps: JointSteps) -> None:
-    steps.min_eager_tokens = 300
-    padded = steps.prompt_shape(DECODE, [70, 30])
-    assert padded is not None and padded.padded and padded.tokens == 128
-    # More prompts than a padded step has, or more tokens: only long ones join, without padding.
-    assert steps.prompt_shape(DECODE, [20] * (PADDED_PROMPTS + 1)) is None
-    eager = steps.prompt_shape(DECODE, [50] * (PADDED_PROMPTS + 1))
-    assert eager is not None and (eager.padded, eager.tokens, eager.rows) == (False, 400, 8)
-    assert not steps.needs_capture((DECODE, eager))
-    assert steps.prompt_shape(DECODE, [299]) is None
-
-
-def test_graphs_of_joint_steps_are_bounded(
-    steps: JointSteps, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("at_first_use")
+@pytest.mark.parametrize(
+    ("buckets", "rows"),
+    [
+        ((1, 2, 3, 4, 6, 8, 12), {1: 1, 2: 3, 3: 3, 4: 6, 6: 6, 8: 12, 12: 12}),
+        ((5, 6), {5: 6, 6: 6}),
+        ((9,), {9: 9}),
+    ],
+)
+def test_decode_steps_are_padded_to_few_row_counts(
+    limits: StepLimits, buckets: tuple[int, ...], rows: dict[int, int]
 ) -> None:
-    steps.min_eager_tokens = 1 << 20
-    monkeypatch.setattr(joint_steps, "MAX_GRAPHS", 2)
-    for lengths in ([10], [100]):
-        shape = steps.prompt_shape(DECODE, lengths)
-        assert shape is not None and steps.needs_capture((DECODE, shape))
-        steps.graphs.add((DECODE, shape))
-        assert not steps.needs_capture((DECODE, shape))
-    assert steps.prompt_shape(DECODE, [200]) is None, "two graphs at most"
-    assert steps.prompt_shape(DECODE, [20]) is not None, "captured ones stay"
+    steps = JointSteps(replace(limits, row_buckets=buckets))
+    for bucket, expected in rows.items():
+        pair = steps.join(StepShape.uniform(bucket, 3), [100])
+        assert pair is not None and pair[0] == StepShape.uniform(expected, 3)
+
+
+def test_steps_run_apart_until_their_shapes_are_used_often(limits: StepLimits) -> None:
+    steps = JointSteps(limits)
+    for _ in range(joint_steps.USES_BEFORE_CAPTURE):
+        assert steps.join(DECODE, [100]) is None
+    pair = steps.join(DECODE, [100])
+    assert pair is not None and steps.needs_capture(pair)
+    assert steps.join(DECODE, [200]) is None, "another one"
+
+
+@pytest.mark.usefixtures("at_first_use")
+def test_graphs_of_joint_steps_are_bounded(
+    limits: StepLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = JointSteps(limits)
+    monkeypatch.setattr(joint_steps, "MAX_GRAPHS", 1)
+    pair = steps.join(DECODE, [10])
+    assert pair is not None and steps.needs_capture(pair)
+    steps.graphs.add(pair)
+    assert not steps.needs_capture(pair)
+    assert steps.join(DECODE, [200]) is None, "one graph at most"
+    assert steps.join(DECODE, [20]) is not None, "captured ones stay"
     monkeypatch.setattr(joint_steps, "MAX_GRAPHS", 9)
-    assert steps.prompt_shape(DECODE, [200]) is not None
-    # Each graph keeps 7 rows of logits: of 2 decoding rows, of 4 prompts and of the null row. The
-    # largest one keeps 9, so the memory of two largest ones holds two of them.
+    assert steps.join(DECODE, [200]) is not None
+    # Graphs keep rows of logits: of 1 or 2 decoding rows, of 4 prompts and of the null row. Two
+    # graphs have 13, and 20 with a third one. The memory of two largest ones holds 18.
     monkeypatch.setattr(joint_steps, "LARGEST_GRAPHS", 2)
-    assert steps.prompt_shape(DECODE, [200]) is None
+    second = steps.join(StepShape.uniform(1, 1), [100])
+    assert second is not None
+    steps.graphs.add(second)
+    assert steps.join(DECODE, [200]) is None
+    steps.graphs.remove(second)
+    assert steps.join(DECODE, [200]) is not None
     monkeypatch.setattr(joint_steps, "LARGEST_GRAPHS", 1)
-    assert steps.prompt_shape(DECODE, [200]) is None, "results of one largest step at most"
+    assert steps.join(DECODE, [200]) is None, "results of one largest step at most"
     steps.graphs.clear()
-    assert steps.prompt_shape(DECODE, [200]) is not None
+    assert steps.join(DECODE, [200]) is not None
     steps.may_capture = False
-    assert steps.prompt_shape(DECODE, [200]) is None, "a capture failed"
+    assert steps.join(DECODE, [200]) is None, "a capture failed"
 
 
-def test_without_whole_graphs_only_long_prompts_join(plain: LLM, limits: StepLimits) -> None:
-    tokens = eager_tokens(worker_of(plain.engine).model)
-    for mode in ("none", "piecewise"):
-        steps = JointSteps(replace(limits, graph_mode=mode), tokens)
-        assert steps.min_eager_tokens > 1000
-        assert steps.prompt_shape(DECODE, [60]) is None
-        assert steps.prompt_shape(DECODE, [steps.min_eager_tokens]) is not None
-
-
-def test_ranks_join_the_same_long_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank with fewer columns computes fewer FLOPs per token."""
-    monkeypatch.setattr(executor, "start_ranks", ThreadRanks)
-    llm = LLM(model=str(ASSETS / "qwen3"), tensor_parallel_size=2, max_model_len=128)
-    alone: dict[int, int] = {}
-    chosen: dict[int, int] = {}
-
-    def read(worker: Worker) -> None:
-        alone[worker.group.index] = eager_tokens(worker.model)
-        chosen[worker.group.index] = worker.joint_steps.min_eager_tokens
-        worker.group.all_gather(torch.zeros(1))  # the other rank has written its numbers
-
-    executor_of(llm.engine).collective_rpc(read)
-    assert alone[0] < alone[1]
-    assert chosen == {0: alone[0], 1: alone[0]}
+@pytest.mark.usefixtures("at_first_use")
+@pytest.mark.parametrize(
+    "changed",
+    [{"graph_mode": "none"}, {"graph_mode": "piecewise"}, {"prompt_buckets": ()}],
+    ids=str,
+)
+def test_without_graphs_of_prompts_no_steps_join(limits: StepLimits, changed: Any) -> None:
+    steps = JointSteps(replace(limits, **changed))
+    assert steps.join(DECODE, [60]) is None
 
 
 def joined_as_graphs(worker: Worker, limits: StepLimits) -> JointSteps:
     """Let a worker on a CPU choose joint steps as for graphs."""
-    steps = JointSteps(limits, min_eager_tokens=1 << 20)
+    steps = JointSteps(limits)
     worker.joint_steps = steps
     worker.run_step = RunStep(*worker.uncaptured)
     return steps
 
 
+@pytest.mark.usefixtures("at_first_use")
 def test_capture_of_joint_steps_changes_no_answer(
     llm: LLM, plain: LLM, limits: StepLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +156,7 @@ def live_bytes(worker: Worker) -> list[bytes]:
     return values
 
 
+@pytest.mark.usefixtures("at_first_use")
 @pytest.mark.parametrize("drafter", ["mtp", "suffix"])
 def test_capture_writes_null_rows_only(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, pages, slots, masks and the tables of the drafter keep their values."""
@@ -173,6 +184,7 @@ def test_capture_writes_null_rows_only(drafter: str, monkeypatch: pytest.MonkeyP
     assert num_running and min(num_running) > 1
 
 
+@pytest.mark.usefixtures("at_first_use")
 def test_failed_capture_ends_captures_and_no_request(
     llm: LLM, limits: StepLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:

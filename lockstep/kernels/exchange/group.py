@@ -36,12 +36,6 @@ class RankGroup(ABC):
         Raises RuntimeError where a rank has ended or does not answer in time.
         """
 
-    def smallest(self, number: int, device: str) -> int:
-        """Return the minimum of a number over the ranks. device: of exchanged tensors."""
-        if self.size == 1:
-            return number
-        return int(self.all_gather(torch.tensor([number], device=device)).min())
-
     def check(self) -> None:  # noqa: B027
         """Raise ComputeError if an exchange ended without a rank."""
 
