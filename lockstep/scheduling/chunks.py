@@ -25,9 +25,9 @@ def split_budget(
     would all end late, and a step of many prompts takes longer than one of few.
 
     remaining: tokens that each prompt has not computed yet, in the order of service. minimum:
-    tokens that each prompt gets at least. budget: tokens of the step. align: tokens between two
-    positions where a chunk may end. Each minimum and share is a multiple of it, or all that remains
-    of the prompt.
+    tokens that each prompt gets at least. budget: tokens of the step, at least the sum of the
+    minimum. align: tokens between two positions where a chunk may end. Each minimum and share is a
+    multiple of it, or all that remains of the prompt.
     """
     shares = list(minimum)
 

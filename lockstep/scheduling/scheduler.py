@@ -632,7 +632,8 @@ class Scheduler:
             for entry, rest in zip(prompts, remaining, strict=True)
         ]
         decoded = schedule.padded_rows * (schedule.num_drafts + 1)
-        budget = self._prompt_budget(decoded)
+        # Rows that returned after new prompts got theirs decode in this schedule, too.
+        budget = max(self._prompt_budget(decoded), sum(minimum))
         lengths = split_budget(remaining, minimum, budget, self.align)
         chosen = [(entry, n) for entry, n in zip(prompts, lengths, strict=True) if n]
         for entry, length in chosen:

@@ -564,6 +564,13 @@ FAULTS = (
         "tests/worker/test_grammar_masks.py::test_steps_of_one_pass_write_their_masks_apart",
     ),
     Fault(
+        "rows that return take the chunks of new prompts", "scheduler", SCHEDULER,
+        "Scheduler._plan_prompt",
+        "max(self._prompt_budget($decoded), sum($minimum))",
+        "self._prompt_budget($decoded)",
+        "tests/scheduling/test_scheduler.py::test_rows_that_return_leave_new_prompts_their_chunks",
+    ),
+    Fault(
         "a joint step before its capture has no memory", "worker", "worker.memory_estimate",
         "DryEngine._working",
         '{"table": $table, "step": max($eager, $padded), "graphs": $graphs}',

@@ -317,6 +317,23 @@ def test_forced_preemption_resumes_without_recompute() -> None:
     assert len(request.output_token_ids) == 8
 
 
+def test_rows_that_return_leave_new_prompts_their_chunks() -> None:
+    """Tokens of returning rows were not known when the new prompts started."""
+    sched = make(pages=900, rows=60, max_num_batched_tokens=1024, query_len=8)
+    old = [add_request(sched, f"old {i}", 10, max_tokens=200) for i in range(40)]
+    for _ in range(20):
+        step(sched)
+    for request in old:
+        sched.force_preempt(request.id)
+    for i in range(20):
+        add_request(sched, f"new {i}", 60)
+    plan = step(sched)
+    assert len(plan.swap_in) == len(plan.decode) == 40
+    lengths = [chunk.length for chunk in plan.prompt]
+    assert lengths == [60] * len(plan.admissions) and sum(lengths) <= 1024
+    drain(sched)
+
+
 def test_preempt_every_preempts_every_row() -> None:
     sched = make(preempt_every=2)
     requests = [add_request(sched, name, 10, max_tokens=40) for name in "abc"]
