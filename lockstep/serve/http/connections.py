@@ -7,6 +7,7 @@ been idle for longest is closed.
 
 import asyncio
 import math
+import re
 from typing import Any
 
 import h11
@@ -32,6 +33,8 @@ LONG_HEAD = f"a head of more than {MAX_HEAD_BYTES} bytes; send fewer or shorter 
 MAX_CHUNKS = 16_384
 """Maximum chunks of a body. Each takes about 5 us, however short it is."""
 _CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
+_ABSOLUTE_TARGET = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE | re.DOTALL)
+"""Pattern of a request target in absolute form: the host with its port, the path with its query."""
 _LINE_BYTES = 4
 """Bytes of a header line besides its name and value: the colon, a space, CR and LF."""
 
@@ -57,6 +60,8 @@ class _BoundedConnection(h11.Connection):
         try:
             event = super().next_event()
             self._check(event)
+            if isinstance(event, h11.Request):
+                event = _in_origin_form(event)
         except h11.RemoteProtocolError as error:
             # Only errors of a head have different statuses: h11 gives an overlong chunk line 431
             # too.
@@ -108,6 +113,27 @@ class _BoundedConnection(h11.Connection):
         """
         unread = self.their_state in (h11.SEND_BODY, h11.ERROR)
         return unread or bool(self.trailing_data[0])
+
+
+def _in_origin_form(head: h11.Request) -> h11.Request:
+    """Return a head whose target is a path: GET http://HOST/PATH becomes GET /PATH of HOST.
+
+    The host of the target replaces the header (RFC 9112, section 3.2.2). Raises
+    RemoteProtocolError for a target without a host, and for one with a user (RFC 9110, 4.2).
+    """
+    match = _ABSOLUTE_TARGET.fullmatch(head.target)
+    if match is None:
+        return head
+    host, path = match.groups()
+    if b"@" in host or host.partition(b":")[0] == b"":
+        raise h11.RemoteProtocolError("the target names no host, or a user", 400)
+    headers = [header for header in head.headers if header[0] != b"host"]
+    return h11.Request(
+        method=head.method,
+        headers=[(b"host", host), *headers],
+        target=path if path.startswith(b"/") else b"/" + path,
+        http_version=head.http_version,
+    )
 
 
 def _head_bytes(head: h11.Request) -> int:

@@ -149,6 +149,48 @@ def test_head_is_answered_wherever_get_is(server, processor):
         assert is_healthy(client)
 
 
+ABSOLUTE = [
+    (b"GET http://localhost:8000/v1/models HTTP/1.1", b"Host: localhost:8000", b"200"),
+    (b"GET HTTPS://localhost/v1/models/tiny?x=1 HTTP/1.1", b"Host: localhost", b"200"),
+    (b"GET http://localhost/v1/models HTTP/1.0", b"Accept: */*", b"200"),
+    (b"GET http://localhost HTTP/1.1", b"Host: localhost", b"200"),
+    (b"GET http://localhost?x=/v1/ HTTP/1.1", b"Host: localhost", b"200"),
+    (b"GET http://localhost/nope HTTP/1.1", b"Host: localhost", b"404"),
+    (b"GET http://[::1]:8000/v1/models HTTP/1.1", b"Host: evil.org", b"200"),
+    (b"GET http://evil.org/v1/models HTTP/1.1", b"Host: localhost", b"400"),
+    (b"GET http://localhost@evil.org/v1/models HTTP/1.1", b"Host: localhost", b"400"),
+    (b"GET http://evil.org@localhost/v1/models HTTP/1.1", b"Host: localhost", b"400"),
+    (b"GET http:///v1/models HTTP/1.1", b"Host: localhost", b"400"),
+    (b"GET http://:8000/v1/models HTTP/1.1", b"Host: localhost", b"400"),
+    (b"GET http://localhost/v1/models HTTP/1.1", b"Accept: */*", b"400"),
+]
+
+
+@pytest.mark.parametrize(("line", "header", "status"), ABSOLUTE)
+def test_absolute_target_names_the_host(server, processor, line, header, status):
+    """Some proxies and health checks send it; its host replaces the header (RFC 9112, 3.2.2)."""
+    rules = AccessRules(hosts=("localhost", "[::1]"))
+    with serving(server, processor, rules=rules) as address, connect(address) as client:
+        client.sendall(line + b"\r\n" + header + b"\r\nConnection: close\r\n\r\n")
+        result = read_until_closed(client)
+    assert result.startswith(b"HTTP/1.1 " + status + b" "), result
+    assert status != b"400" or b'"invalid_request_error"' in result
+
+
+def test_absolute_target_of_a_body(server, processor):
+    """The API key is asked for, the body is read, and the connection stays open."""
+    rules = AccessRules(keys=("key",))
+    with serving(server, processor, rules=rules) as address, connect(address) as client:
+        body = b'{"prompt": "x"}'
+        for key, status in ((b"key", b"200"), (b"other", b"401")):
+            client.sendall(
+                b"POST http://localhost/v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+                b"Content-Type: application/json\r\nAuthorization: Bearer %b\r\n"
+                b"Content-Length: %d\r\n\r\n%b" % (key, len(body), body)
+            )
+            assert client.recv(65536).startswith(b"HTTP/1.1 " + status)
+
+
 def test_head_timeout_does_not_end_a_running_request(server, processor):
     """A request in progress is not idle, however long it takes."""
     server.client.hang = True
