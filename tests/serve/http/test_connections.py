@@ -2,6 +2,7 @@
 bodies."""
 
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -15,8 +16,10 @@ from lockstep.serve.app import create_app
 from lockstep.serve.http import connections
 from lockstep.serve.http.access import AccessRules
 from lockstep.serve.http.connections import MAX_CHUNKS, BoundedProtocol, _BoundedConnection
+from lockstep.serve.http.event_stream import EventStream
 from lockstep.serve.requests.service import Limits, Service
 from lockstep.serve.server import Options, _config
+from lockstep.serve.telemetry.logs import LineFilter
 
 PATIENCE = 20.0
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -147,6 +150,37 @@ def test_head_is_answered_wherever_get_is(server, processor):
             assert b"content-length: 0" not in response.lower()
             assert response.endswith(b"\r\n\r\n"), "there is no body"
         assert is_healthy(client)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_unexpected_error_is_logged_once(server, processor, caplog, monkeypatch, stream):
+    """With its traceback and the request's id, also where the response has begun."""
+
+    def fail(*arguments):
+        raise ZeroDivisionError("not foreseen")
+
+    if stream:
+        monkeypatch.setattr(EventStream, "_encode", fail)
+    else:
+        server.client.error = ZeroDivisionError("not foreseen")
+    body = b'{"prompt": "x", "stream": true}' if stream else b'{"prompt": "x"}'
+    with serving(server, processor) as address, connect(address) as client:
+        uvicorn_log = logging.getLogger("uvicorn.error")
+        monkeypatch.setattr(uvicorn_log, "handlers", [caplog.handler])
+        uvicorn_log.setLevel(logging.ERROR)
+        monkeypatch.setattr(caplog.handler, "filters", [LineFilter()])
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: mine\r\n"
+            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        result = read_until_closed(client)
+    (record,) = [record for record in caplog.records if record.exc_info]
+    assert record.exc_info[0] is ZeroDivisionError and record.request_id == "mine"
+    number = record.getMessage().rpartition(" ")[2]
+    if stream:
+        assert result.startswith(b"HTTP/1.1 200 ") and not result.endswith(b"0\r\n\r\n")
+    else:
+        assert result.startswith(b"HTTP/1.1 500 ") and number.encode() in result
 
 
 ABSOLUTE = [
