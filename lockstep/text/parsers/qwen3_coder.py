@@ -293,6 +293,7 @@ class Qwen3CoderParser(CallParser):
 
     def _leave(self) -> None:
         self._inside = False
+        self._complete()
         self._raw.clear()
         self._enter("content")
 

@@ -550,6 +550,14 @@ def test_malformed_parameter_is_an_error_and_no_key(bad: str) -> None:
             assert streamed(parser, [text[:cut], text[cut:]]) == result
 
 
+def test_call_without_tags_inside_is_complete_at_its_closing_tag() -> None:
+    """The answer may be cut right after the tag, by max_tokens or a stop string."""
+    text = "<tool_call>\n<function=get>\n<parameter=city>\nRio\n</tool_call>"
+    result = parser_of("qwen3_coder", [("get", {"city": "Rio"})], False).parse(text, CUT)
+    (call,) = result.tool_calls
+    assert (call.arguments, call.complete, result.errors) == ('{"city": "Rio"}', True, [])
+
+
 def test_repeated_parameter_is_an_error() -> None:
     body = "<parameter=n>\n1\n</parameter>\n<parameter=n>\n2\n</parameter>\n"
     text = f"<tool_call>\n<function=get>\n{body}</function>\n</tool_call>"

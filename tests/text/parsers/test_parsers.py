@@ -67,6 +67,8 @@ CASES = [
     "<tool_call>\n<function=get>\n<parameter=city>\n\nabc\n</function>\n",
     "<tool_call><function=get>x<parameter=city>a</parameter>y</function>\n<function=get>z",
     "<function=get>x<parameter=city>a</parameter>y</function> b <function=get><parameter=a b",
+    "<tool_call><function=get>x</tool_call>\ny",
+    "<｜tool▁calls▁begin｜>get<｜tool▁sep｜>get\n```json\n{}\n`<｜tool▁sep｜>get\n```json\n{}\n```",
     '<tool_call>\n{"name": "get", "arguments": {"a": "<b>"}}\n</tool_call>\n'
     "<tool_call>{bad}</tool_call>",
 ]
