@@ -229,6 +229,14 @@ class BoundedProtocol(H11Protocol):
             self._wait_for_head(self.head_seconds)
         super().data_received(data)
 
+    def _should_upgrade(self) -> bool:
+        """Return False: an offer of another protocol is ignored.
+
+        Java's HttpClient offers HTTP/2 with its first request. uvicorn would log two warnings, and
+        the advice to install a package for WebSockets.
+        """
+        return False
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all timers."""
         self._stop_head_timer()

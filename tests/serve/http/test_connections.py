@@ -20,6 +20,7 @@ from lockstep.serve.http.event_stream import EventStream
 from lockstep.serve.requests.service import Limits, Service
 from lockstep.serve.server import Options, _config
 from lockstep.serve.telemetry.logs import LineFilter
+from tests.waiting import wait_until
 
 PATIENCE = 20.0
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -253,6 +254,44 @@ def test_half_closed_connection_counts_as_disconnected(server, processor):
         while not server.client.aborted and time.monotonic() < deadline:
             time.sleep(0.01)
         assert server.client.aborted == [server.client.requests[0].id]
+
+
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
+"""Headers of every first request of Java's HttpClient: an offer of HTTP/2, which is ignored."""
+
+
+def post_body(body: bytes, headers: bytes = b"") -> bytes:
+    """Return a request with a body."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return b"%b%bContent-Length: %d\r\n\r\n%b" % (head, headers, len(body), body)
+
+
+def test_offer_of_http2_is_ignored(server, processor, caplog):
+    """https://github.com/vllm-project/vllm/issues/57203"""
+    with serving(server, processor) as address, connect(address) as client:
+        uvicorn_log = logging.getLogger("uvicorn.error")
+        uvicorn_log.setLevel(logging.WARNING)
+        uvicorn_log.addHandler(caplog.handler)
+        try:
+            for _ in range(2):
+                client.sendall(post_body(b'{"prompt": "x"}', UPGRADE))
+                assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
+            assert is_healthy(client)
+        finally:
+            uvicorn_log.removeHandler(caplog.handler)
+    assert not [record for record in caplog.records if "pgrade" in record.getMessage()]
+
+
+def test_client_that_offered_http2_and_left_is_noticed(server, processor):
+    """h11 pauses reading after such an offer, and then no end of the connection is seen."""
+    server.client.hang = True
+    server.client.answer = lambda request: [5]
+    with serving(server, processor) as address:
+        with connect(address) as client:
+            client.sendall(post_body(b'{"prompt": "x", "max_tokens": 9}', UPGRADE))
+            wait_until(lambda: server.client.requests)
+            time.sleep(0.1)
+        wait_until(lambda: server.client.aborted)
 
 
 def test_slow_body_times_out(server, processor):
