@@ -42,7 +42,8 @@ _LINE_BYTES = 4
 class _BoundedConnection(h11.Connection):
     """h11's connection with limits of heads and chunks, and a fast path for chunks of responses.
 
-    fault_status, fault: status and message of the response to an invalid request.
+    fault_status, fault: status and message of the response to an invalid request. is_head: the
+    latest request was HEAD, whose response has no body.
     """
 
     def __init__(self, max_dropped_bytes: int = MAX_DROPPED_BYTES) -> None:
@@ -50,6 +51,7 @@ class _BoundedConnection(h11.Connection):
         self._max_dropped_bytes = max_dropped_bytes
         self.fault_status = 400
         self.fault = ""
+        self.is_head = False
         self._chunks = 0
         self._dropped_bytes = 0
         self._in_chunks = False
@@ -75,6 +77,7 @@ class _BoundedConnection(h11.Connection):
     def _check(self, event: Any) -> None:
         """Raise RemoteProtocolError for a version, a head or a body that is not allowed."""
         if isinstance(event, h11.Request):
+            self.is_head = event.method == b"HEAD"
             self._chunks = 0
             self._dropped_bytes = 0
             if not event.http_version.startswith(b"1."):
@@ -314,7 +317,9 @@ class BoundedProtocol(H11Protocol):
         if status in RETRY_AFTER:
             headers.append((b"retry-after", RETRY_AFTER[status].encode()))
         head = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
-        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+        # Before the next head is read, our state is IDLE.
+        is_head = self.conn.our_state is h11.SEND_RESPONSE and self.conn.is_head
+        for event in (head, h11.Data(data=b"" if is_head else body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event))
 
     def drop_rest(self) -> None:

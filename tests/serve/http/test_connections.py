@@ -226,6 +226,19 @@ def test_absolute_target_of_a_body(server, processor):
             assert client.recv(65536).startswith(b"HTTP/1.1 " + status)
 
 
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [(b"Transfer-Encoding: chunked\r\n\r\nnone", b"400"), (b"X-Long: " + b"x" * 20_000, b"431")],
+)
+def test_invalid_head_request_gets_no_body(server, processor, caplog, header, status):
+    """The body of the error was more data than h11 allows: a traceback, and no response."""
+    with serving(server, processor) as address, connect(address) as client:
+        client.sendall(b"HEAD /health HTTP/1.1\r\nHost: x\r\n" + header + b"\r\n\r\n")
+        head, _, body = read_until_closed(client).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 " + status) and body == b""
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_head_timeout_does_not_end_a_running_request(server, processor):
     """A request in progress is not idle, however long it takes."""
     server.client.hang = True
