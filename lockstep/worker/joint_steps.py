@@ -22,7 +22,7 @@ saves 16 ms. A pair that was used so often is likely to be used 30 times more.
 MAX_GRAPHS = 32
 """Maximum graphs of joint steps."""
 LARGEST_GRAPHS = 6
-"""Results of as many of the largest joint steps fit into the memory that is planned for graphs."""
+"""Number of largest joint steps whose results fit into the memory that is planned for graphs."""
 
 Pair = tuple[StepShape, StepShape]
 """Shapes of the decode step and of the prompt step of a forward pass."""
@@ -31,9 +31,9 @@ Pair = tuple[StepShape, StepShape]
 class JointSteps:
     """Joint steps of a worker. All ranks of a model choose the same ones.
 
-    On a CPU all steps join that can. On a GPU they join as graphs, which are captured once a pair
-    of shapes was used several times. Without a graph, the kernels of a pass take the host longer to
-    launch than the weights take to read.
+    On a CPU a decode step always joins the prompt step of its schedule. On a GPU they join as
+    graphs, which are captured once a pair of shapes was used several times. Without a graph, the
+    kernels of a pass take the host longer to launch than the weights take to read.
 
     row_buckets: rows of decode steps in graphs. graphs: captured pairs. uses: of each pair,
     captured or not. may_capture: false after a capture that failed.
@@ -76,14 +76,17 @@ class JointSteps:
         """Return whether a pair has a graph, or may get one: it was used and memory is left."""
         if pair in self.graphs:
             return True
-        decoded = sum(decode.tokens for decode, _ in (*self.graphs, pair))
-        prompts = sum(prompt.tokens for _, prompt in (*self.graphs, pair))
+        passes = [*self.graphs, pair]
+        # A graph keeps the logits of each token of its decode step and of each row of its prompts.
+        logit_rows = sum(decode.tokens + prompt.rows for decode, prompt in passes)
+        prompt_tokens = sum(prompt.tokens for _, prompt in passes)
+        max_logit_rows = self.max_decode_tokens + pair[1].rows
         return (
             self.may_capture
             and self.uses[pair] > USES_BEFORE_CAPTURE
-            and len(self.graphs) < MAX_GRAPHS
-            and decoded <= LARGEST_GRAPHS * self.max_decode_tokens
-            and prompts <= LARGEST_GRAPHS * self.max_prompt_tokens
+            and len(passes) <= MAX_GRAPHS
+            and logit_rows <= LARGEST_GRAPHS * max_logit_rows
+            and prompt_tokens <= LARGEST_GRAPHS * self.max_prompt_tokens
         )
 
 

@@ -127,7 +127,7 @@ class DryEngine:
         return build_program(self.config, placed, build, self.model, self.draft, NO_HOOKS)
 
     def _working(self, rows: int, tokens: int) -> dict[str, int]:
-        """Return the bytes of the row table, the largest prompt step and the graphs, by name."""
+        """Return the bytes of the row table, the largest eager pass and the graphs, by name."""
         limits = sized(self.limits, self.config, rows, tokens)
         build = copy(self.build)
         build.choices = []  # these are recorded for the final sizes alone
@@ -148,7 +148,8 @@ class DryEngine:
             return {"table": table, "step": max(eager, uniform)}
         working = max(max(uniform, forced) - kept, padded - joint_kept)
         graphs = graph_bytes(limits, working, kept, joint_kept)
-        return {"table": table, "step": eager, "graphs": graphs}
+        # Before its capture a joint step runs eagerly, outside of the memory of the graphs.
+        return {"table": table, "step": max(eager, padded), "graphs": graphs}
 
 
 def graph_bytes(limits: StepLimits, working: int, kept: int, joint_kept: int) -> int:

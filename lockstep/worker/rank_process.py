@@ -235,7 +235,7 @@ class RankLoop:
 
 
 def read_masks(queries: Sequence[MaskQuery], memory: memoryview) -> bytes:
-    """Return the bitmasks that answer the queries, from memory [masks of a step, words]."""
+    """Return the bitmasks that answer the queries, from memory [masks of a pass, words]."""
     return b"".join(
         bytes(memory[query.first : query.first + len(query.drafts) + 1]) for query in queries
     )

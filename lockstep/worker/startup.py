@@ -374,7 +374,8 @@ class Fitting:
             "weights": self.weights,
             "overhead": total - free - self.weights,  # the row table, CUDA, other programs
             "staging": staging,
-            "step": eager_peak if graphs else max(eager_peak, uniform_peak),
+            # Before its capture a joint step runs eagerly, outside of the memory of the graphs.
+            "step": max(eager_peak, padded_peak if graphs else uniform_peak),
             "graphs": graph_bytes(limits, working, kept, joint_kept) if graphs else 0,
         }
         budget = int(total * share) - sum(parts.values())

@@ -321,12 +321,12 @@ class Worker:
             inputs.fill(**step.columns)
         timer = StepTimer(self.plan.device)
         before_decide = []
-        begin = 0
+        num_masks = 0
         for step in steps:
             width = step.num_decided
-            before = self.grammar_masks.begin(step.row_ids, masked, width, fill_masks, begin)
+            before = self.grammar_masks.begin(step.row_ids, masked, width, fill_masks, num_masks)
             before_decide.append(before)
-            begin += len(step.row_ids) * width
+            num_masks += len(step.row_ids) * width
         launched = []
         for step, outcome in zip(steps, self._run(steps, before_decide), strict=True):
             launched_rows = self._prompt_rows if step.shape.prompt else self._uniform_rows

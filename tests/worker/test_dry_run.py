@@ -22,18 +22,20 @@ from lockstep.kernels.backends import load as load_backends
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.scheduling.chunks import FORCED_WINDOWS
 from lockstep.step import StepShape
-from lockstep.worker.build import sized, step_limits
+from lockstep.worker.build import largest_prompt_step, sized, step_limits
 from lockstep.worker.dry_run import (
     BLOCK_BYTES,
     AllocationCounter,
     _indexed,
     _WithoutDevice,
     allocated,
+    dry,
     step_bytes,
 )
 from lockstep.worker.joint_steps import LARGEST_GRAPHS, MAX_GRAPHS
 from lockstep.worker.memory_estimate import DryEngine, graph_bytes
 from lockstep.worker.program import Forwarded, Program
+from lockstep.worker.step_shapes import padded_prompt_step
 from tests.tiny_model import make_model
 
 
@@ -181,6 +183,18 @@ def test_dry_run_fault_names_op(
 def test_dry_run_without_graphs_has_no_graph_memory(folder: Path) -> None:
     parts = dry_engine_of(folder, cuda_graph_mode="none").working(32, 64)
     assert set(parts) == {"table", "step"}
+
+
+def test_joint_steps_before_their_captures_have_memory(folder: Path) -> None:
+    """They run eagerly next to the memory of the graphs, and many rows take more than prompts."""
+    engine = dry_engine_of(folder)
+    limits = sized(engine.limits, engine.config, 64, 64)
+    decode = StepShape.uniform(64, limits.query_len)
+    with engine.mode, dry(engine.card):
+        program = engine.program(limits, engine.build)
+        joint, _ = step_bytes(program, decode, padded_prompt_step(limits, 64))
+        prompt, _ = step_bytes(program, largest_prompt_step(limits)[1])
+    assert prompt < joint <= engine.working(64, 64)["step"]
 
 
 def test_graphs_share_memory_except_results(folder: Path) -> None:

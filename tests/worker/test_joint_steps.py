@@ -7,14 +7,16 @@ import pytest
 import torch
 
 from lockstep import LLM
+from lockstep.check.scenarios.inventory import tensors_of
 from lockstep.config import PADDED_PROMPTS, StepLimits
+from lockstep.sampling_params import StructuredOutputsParams
 from lockstep.step import JointContext, StepContext, StepShape
 from lockstep.worker import joint_steps
 from lockstep.worker.executor import worker_of
 from lockstep.worker.joint_steps import JointSteps
 from lockstep.worker.program import RunStep, do_nothing
 from lockstep.worker.worker import Worker
-from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, assert_idle
+from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, assert_idle, make_engine
 
 DECODE = StepShape.uniform(2, 1)
 
@@ -85,6 +87,15 @@ def test_graphs_of_joint_steps_are_bounded(
     assert steps.join(DECODE, [20]) is not None, "captured ones stay"
     monkeypatch.setattr(joint_steps, "MAX_GRAPHS", 9)
     assert steps.join(DECODE, [200]) is not None
+    # Graphs keep rows of logits: of 1 or 2 decoding rows, of 4 prompts and of the null row. Two
+    # graphs have 13, and 20 with a third one. The memory of two largest ones holds 18.
+    monkeypatch.setattr(joint_steps, "LARGEST_GRAPHS", 2)
+    second = steps.join(StepShape.uniform(1, 1), [100])
+    assert second is not None
+    steps.graphs.add(second)
+    assert steps.join(DECODE, [200]) is None
+    steps.graphs.remove(second)
+    assert steps.join(DECODE, [200]) is not None
     monkeypatch.setattr(joint_steps, "LARGEST_GRAPHS", 1)
     assert steps.join(DECODE, [200]) is None, "results of one largest step at most"
     steps.graphs.clear()
@@ -130,6 +141,47 @@ def test_capture_of_joint_steps_changes_no_answer(
     assert steps.graphs and all(prompt.padded for _, prompt in steps.graphs)
     for output, prompt, one in zip(outputs, prompts, params, strict=True):
         assert answer(output) == answer(plain.generate(prompt, one)[0])
+
+
+def live_bytes(worker: Worker) -> list[bytes]:
+    """Return the bytes of all tensors of a worker, without null rows, null units and inputs."""
+    plan = worker.plan
+    inputs = {i.storage.untyped_storage().data_ptr() for i in worker.table.pass_inputs}
+    sizes = (plan.max_num_seqs + 1, plan.num_pages, plan.num_slots)
+    values = []
+    for tensor in tensors_of(worker):
+        if tensor.dim() and tensor.untyped_storage().data_ptr() not in inputs:
+            live = tensor[1:] if len(tensor) in sizes else tensor
+            values.append(live.contiguous().view(torch.uint8).numpy().tobytes())
+    return values
+
+
+@pytest.mark.usefixtures("at_first_use")
+@pytest.mark.parametrize("drafter", ["mtp", "suffix"])
+def test_capture_writes_null_rows_only(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, pages, slots, masks and the tables of the drafter keep their values."""
+    llm = make_engine(drafter, steps_in_flight=2)
+    worker = worker_of(llm.engine)
+    limits = replace(llm.engine.plan, device="cuda", graph_mode="full", prompt_buckets=(64, 256))
+    joined_as_graphs(worker, limits)
+    capture = worker._capture_joint
+    num_running: list[int] = []
+
+    def watched(shapes: tuple[StepShape, ...]) -> None:
+        before = live_bytes(worker)
+        capture(shapes)
+        assert live_bytes(worker) == before
+        num_running.append(len(llm.engine.scheduler.running))
+
+    monkeypatch.setattr(worker, "_capture_joint", watched)
+    pattern = StructuredOutputsParams(regex=r"[a-z ]{6,40}\.")
+    params = [
+        replace(GREEDY if index % 2 else SEEDED, max_tokens=4 + 3 * index, presence_penalty=0.5)
+        for index in range(8)
+    ]
+    params[2] = replace(params[2], ignore_eos=False, structured_outputs=pattern)
+    llm.generate(PROMPTS * 2, params)
+    assert num_running and min(num_running) > 1
 
 
 @pytest.mark.usefixtures("at_first_use")
