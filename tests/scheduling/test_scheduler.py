@@ -217,10 +217,14 @@ def test_short_prompts_do_not_starve_a_long_one() -> None:
 def test_admitted_prompts_have_a_chunk_in_the_same_schedule() -> None:
     """The snapshot that a prompt resumes from is pinned in that schedule only."""
     sched = make(slots=8, max_num_batched_tokens=128)
-    requests = [add_request(sched, name, 100) for name in "abcdef"]
+    lengths = (100, 100, 300, 400, 200, 100, 500)
+    requests = [add_request(sched, f"r{index}", length) for index, length in enumerate(lengths)]
+    together = 0
     while not all(request.output_token_ids for request in requests):
         plan = step(sched)
         assert {one.row for one in plan.admissions} <= {chunk.row for chunk in plan.prompt}
+        together = max(together, len(plan.prompt))
+    assert together > 1
 
 
 def test_first_waiting_request_is_not_overtaken() -> None:
