@@ -216,7 +216,7 @@ def test_short_prompts_do_not_starve_a_long_one() -> None:
 
 def test_admitted_prompts_have_a_chunk_in_the_same_schedule() -> None:
     """The snapshot that a prompt resumes from is pinned in that schedule only."""
-    sched = make(slots=8, max_num_batched_tokens=128)
+    sched = make(slots=8, max_num_batched_tokens=256)
     lengths = (100, 100, 300, 400, 200, 100, 500)
     requests = [add_request(sched, f"r{index}", length) for index, length in enumerate(lengths)]
     together = 0
