@@ -216,11 +216,13 @@ def test_short_prompts_do_not_starve_a_long_one() -> None:
 
 def test_admitted_prompts_have_a_chunk_in_the_same_schedule() -> None:
     """The snapshot that a prompt resumes from is pinned in that schedule only."""
-    sched = make(slots=8, max_num_batched_tokens=256)
-    lengths = (100, 100, 300, 400, 200, 100, 500)
-    requests = [add_request(sched, f"r{index}", length) for index, length in enumerate(lengths)]
+    sched = make(slots=8)
+    lengths = (1000, 2000, 100, 300, 400, 200, 500)
+    requests = []
     together = 0
-    while not all(request.output_token_ids for request in requests):
+    while len(requests) < len(lengths) or not all(r.output_token_ids for r in requests):
+        if len(requests) < len(lengths):
+            requests.append(add_request(sched, f"r{len(requests)}", lengths[len(requests)]))
         plan = step(sched)
         assert {one.row for one in plan.admissions} <= {chunk.row for chunk in plan.prompt}
         together = max(together, len(plan.prompt))
