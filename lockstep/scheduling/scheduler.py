@@ -497,8 +497,9 @@ class Scheduler:
             if not self.suspects[0].row:
                 self._start(schedule, self.suspects[0])
             return
-        budget = self._prompt_budget(self._padded_rows(len(self.running)) * self.query_len)
         waiting = [e.length - e.max_committed for e in self.running if e.in_prompt]
+        decoding = self._padded_rows(len(self.running) - len(waiting))
+        budget = self._prompt_budget(decoding * self.query_len)
         num_startable = self.budget // self.min_chunk - len(waiting)
         # The prompts of rows leave a chunk to a new one, which may be short, and take one at least.
         reserved = min(sum(waiting), max(budget - self.min_chunk, self.min_chunk))

@@ -216,11 +216,17 @@ def test_short_prompts_do_not_starve_a_long_one() -> None:
 
 def test_admitted_prompts_have_a_chunk_in_the_same_schedule() -> None:
     """The snapshot that a prompt resumes from is pinned in that schedule only."""
-    sched = make(slots=8, max_num_batched_tokens=128)
-    requests = [add_request(sched, name, 100) for name in "abcdef"]
-    while not all(request.output_token_ids for request in requests):
+    sched = make(slots=8)
+    lengths = (1000, 2000, 100, 300, 400, 200, 500)
+    requests = []
+    together = 0
+    while len(requests) < len(lengths) or not all(r.output_token_ids for r in requests):
+        if len(requests) < len(lengths):
+            requests.append(add_request(sched, f"r{len(requests)}", lengths[len(requests)]))
         plan = step(sched)
         assert {one.row for one in plan.admissions} <= {chunk.row for chunk in plan.prompt}
+        together = max(together, len(plan.prompt))
+    assert together > 1
 
 
 def test_first_waiting_request_is_not_overtaken() -> None:
