@@ -23,14 +23,20 @@ Qwen3.6-27B take 183 ms). Below, a captured decode step next to an eager prompt 
 PADDING = 128
 """Token counts of prompts in joint graphs are multiples of it. Computing as many tokens takes less
 time than reading the weights, which the joint step saves: for 16-bit weights on an H200, 170."""
-MAX_GRAPHS = 32
-"""Maximum graphs of joint steps. The host launches all kernels of a step twice to capture it."""
-LARGEST_GRAPHS = 6
-"""Results of as many of the largest joint steps fit into the memory that is planned for graphs."""
+GRAPHS_PER_LARGEST = 5
+"""Maximum graphs of joint steps for each largest one whose results memory is planned for. The host
+launches all kernels of a step twice to capture it."""
+
+
+def max_graphs(limits: StepLimits) -> int:
+    """Return the maximum graphs of joint steps."""
+    return GRAPHS_PER_LARGEST * limits.joint_graphs
 
 
 def joint_buckets(limits: StepLimits) -> tuple[int, ...]:
     """Return the token counts that the prompts of joint graphs are padded to, ascending."""
+    if not limits.joint_graphs:
+        return ()
     largest = max(limits.prompt_buckets, default=0)
     return tuple(sorted({*limits.prompt_buckets, *range(PADDING, largest + 1, PADDING)}))
 
@@ -81,9 +87,9 @@ class JointSteps:
         prompts = prompt.tokens + sum(shapes[1].tokens for shapes in self.graphs)
         return (
             self.may_capture
-            and len(self.graphs) < MAX_GRAPHS
-            and decoded <= LARGEST_GRAPHS * limits.max_num_seqs * limits.query_len
-            and prompts <= LARGEST_GRAPHS * self.buckets[-1]
+            and len(self.graphs) < max_graphs(limits)
+            and decoded <= limits.joint_graphs * limits.max_num_seqs * limits.query_len
+            and prompts <= limits.joint_graphs * self.buckets[-1]
         )
 
 

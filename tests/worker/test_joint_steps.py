@@ -11,7 +11,7 @@ from lockstep.config import PADDED_PROMPTS, StepLimits
 from lockstep.step import JointContext, StepContext, StepShape
 from lockstep.worker import joint_steps
 from lockstep.worker.executor import worker_of
-from lockstep.worker.joint_steps import JointSteps, joint_buckets
+from lockstep.worker.joint_steps import JointSteps, joint_buckets, max_graphs
 from lockstep.worker.program import RunStep, do_nothing
 from lockstep.worker.worker import Worker
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, assert_idle
@@ -23,7 +23,8 @@ DECODE = StepShape.uniform(2, 1)
 def limits(plain: LLM) -> StepLimits:
     """Return limits of a GPU whose steps of few prompts run as graphs."""
     plan = plain.engine.plan
-    return replace(plan, device="cuda", graph_mode="full", prompt_buckets=(64, 256))
+    graphs = {"prompt_buckets": (64, 256), "joint_graphs": 6}
+    return replace(plan, device="cuda", graph_mode="full", **graphs)
 
 
 @pytest.fixture
@@ -35,6 +36,7 @@ def steps(plain: LLM, limits: StepLimits) -> JointSteps:
 def test_prompts_are_padded_to_multiples_of_128(limits: StepLimits) -> None:
     assert joint_buckets(limits) == (64, 128, 256)
     assert joint_buckets(replace(limits, prompt_buckets=())) == ()
+    assert joint_buckets(replace(limits, joint_graphs=0)) == (), "the plan has no memory for them"
 
 
 def test_steps_join_as_a_graph_or_with_long_prompts(steps: JointSteps) -> None:
@@ -53,7 +55,7 @@ def test_graphs_of_joint_steps_are_bounded(
     steps: JointSteps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps.min_eager_tokens = 1 << 20
-    monkeypatch.setattr(joint_steps, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(joint_steps, "max_graphs", lambda limits: 2)
     for lengths in ([10], [100]):
         shape = steps.prompt_shape(DECODE, lengths)
         assert shape is not None and steps.needs_capture((DECODE, shape))
@@ -61,9 +63,10 @@ def test_graphs_of_joint_steps_are_bounded(
         assert not steps.needs_capture((DECODE, shape))
     assert steps.prompt_shape(DECODE, [200]) is None, "two graphs at most"
     assert steps.prompt_shape(DECODE, [20]) is not None, "captured ones stay"
-    monkeypatch.setattr(joint_steps, "MAX_GRAPHS", 9)
+    monkeypatch.undo()
+    assert max_graphs(steps.limits) > 9
     assert steps.prompt_shape(DECODE, [200]) is not None
-    monkeypatch.setattr(joint_steps, "LARGEST_GRAPHS", 1)
+    steps.limits = replace(steps.limits, joint_graphs=1)
     assert steps.prompt_shape(DECODE, [200]) is None, "results of one largest step at most"
     steps.graphs.clear()
     assert steps.prompt_shape(DECODE, [200]) is not None

@@ -14,7 +14,7 @@ from lockstep.kernels.backends import load as load_backends
 from lockstep.kernels.exchange import ALONE
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.worker import startup
-from lockstep.worker.build import step_limits
+from lockstep.worker.build import graphs_of, step_limits
 from lockstep.worker.memory_planner import Planner, UserSizes
 from lockstep.worker.startup import Fitting, Planned, dry_engine_of, plan_memory
 from tests.tiny_model import make_model
@@ -64,7 +64,8 @@ class MeasuredFitting(Fitting):
 
     def _measure(self, limits: Any, program: Any) -> tuple[dict[str, int], int]:
         costs = self.planned.planner.costs
-        working = costs.working(limits.max_num_seqs, limits.max_num_batched_tokens)
+        sizes = (limits.max_num_seqs, limits.max_num_batched_tokens)
+        working = costs.working(*sizes, graphs_of(limits))
         parts = dict(costs.fixed) | working
         parts["step"] += self.surprise
         return parts, 24 * GB - sum(parts.values())
@@ -83,7 +84,7 @@ def fitting(monkeypatch: pytest.MonkeyPatch, surprise: int, **user_sizes: int) -
         build.choices.append(limits.max_num_seqs)
         return limits.max_num_seqs
 
-    plan = Planned(planner, planner.plan(24 * GB), 24 * GB)
+    plan = Planned(planner, planner.plan(24 * GB), 24 * GB, Any)
     config = EngineConfig.read()
     return MeasuredFitting(config, build, {}, plan, make_program, 0)
 
