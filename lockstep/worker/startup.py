@@ -29,6 +29,7 @@ from lockstep.worker.build import (
     find_model,
     graphs_of,
     kv_layers,
+    largest_prompt_step,
     pick_device,
     prepare_device,
     probe_linears,
@@ -43,7 +44,7 @@ from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.memory_estimate import DryEngine, planner_of, weight_bytes
 from lockstep.worker.memory_planner import MemoryPlan, Planner, PromptGraphs, shortage
 from lockstep.worker.program import Program
-from lockstep.worker.step_shapes import forced_shape, uniform_shapes
+from lockstep.worker.step_shapes import forced_shape, largest_forced_step, uniform_shapes
 from lockstep.worker.worker import Worker, smallest
 
 
@@ -350,10 +351,11 @@ class Fitting:
         is negative where the parts exceed the configured share of the GPU.
         """
         memory.allocate(self.layers, num_pages=2, num_slots=2, device=limits.device)
-        program.table.inputs.fill()
         forced = [forced_shape(limits, 1, window) for window in FORCED_WINDOWS]
-        for shape in (*forced, *uniform_shapes(limits)):
+        forced.append(largest_forced_step(limits))
+        for shape in (*forced, *uniform_shapes(limits), largest_prompt_step(limits)[1]):
             # A kernel takes memory of the GPU when it is loaded, its threads' stacks included.
+            fill_inputs(program, shape)
             program.run(shape)
         dry_engine = self.planned.dry_engine
         step_peak, _ = peak_bytes(program, *dry_engine.largest_pass(limits))
@@ -390,12 +392,17 @@ class Fitting:
         )
 
 
+def fill_inputs(program: Program, *shapes: StepShape) -> None:
+    """Fill the inputs of a pass with null rows. Prompts are as long as the shape allows."""
+    for inputs, shape in zip(program.table.pass_inputs, shapes, strict=False):
+        begins = range(0, shape.tokens, shape.query_len) if shape.prompt else ()
+        # The last prompt has the rest of the tokens.
+        inputs.fill(query_lens=[min(shape.query_len, shape.tokens - begin) for begin in begins])
+
+
 def peak_bytes(program: Program, *shapes: StepShape) -> tuple[int, int]:
     """Run the steps of a pass -> (peak bytes reserved on the GPU, bytes of their results)."""
-    for inputs, shape in zip(program.table.pass_inputs, shapes, strict=False):
-        # Prompts of a step are as long as its shape allows, and the last one has the rest.
-        begins = range(0, shape.tokens, shape.query_len) if shape.prompt else ()
-        inputs.fill(query_lens=[min(shape.query_len, shape.tokens - begin) for begin in begins])
+    fill_inputs(program, *shapes)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
