@@ -206,14 +206,15 @@ def graph_bytes(limits: StepLimits, pass_bytes: Callable[..., PassBytes]) -> Gra
     passes = captured_passes(limits, pass_bytes)
     largest = max(passes, key=lambda shapes: passes[shapes].working)
     decode = decode_shapes(limits)
-    others = [(shape,) for shape in (*one_row_forced(limits), *padded_shapes(limits))]
+    forced = one_row_forced(limits)
+    padded = padded_shapes(limits)
     # Results of a decode step are hidden states and logits of tokens: fewer drafts, fewer tokens.
     widths = sum(drafts + 1 for drafts in limits.draft_lengths)
     results = sum(passes[shape,].results for shape in decode) * widths // limits.query_len
-    results += sum(passes[shapes].results for shapes in others)
-    count = len(decode) * len(limits.draft_lengths) + len(others)
+    results += sum(passes[shape,].results for shape in (*forced, *padded))
+    count = len(decode) * len(limits.draft_lengths) + len(forced) + len(padded)
     if limits.joint_graphs:
-        prompt = passes[others[-1]]
+        prompt = passes[padded[-1],]
         joint = max_graphs(limits)
         results += limits.joint_graphs * (passes[decode[-1],].results + prompt.results)
         # Prompts of fewer tokens have smaller hidden states, and logits of as many rows.

@@ -277,25 +277,27 @@ class Planner:
         """
 
         def fits(index: int) -> bool:
-            return self._fits(self.min_bytes(entries[index]), available)
+            return self._fits(entries[index], available)
 
         if fits(0):
             return 0
-        ends = [
-            index
-            for index, entry in enumerate(entries)
-            if entry is entries[-1] or entry.size != entries[index + 1].size
-        ]
+        ends = _ends(entries)
         group = bisect_left(ends, True, key=fits)
         if group == len(ends):
             return len(entries)
         begin = ends[group - 1] + 1 if group else 0
         return next(index for index in range(begin, len(entries)) if fits(index))
 
-    def _fits(self, parts: dict[str, int], available: int) -> bool:
+    def _fits(self, entry: LadderEntry, available: int) -> bool:
+        """Return whether the minimum bytes of an entry fit."""
+        cached = sum(self._cache(*self.min_size(entry)).values())
         bound = self.user_sizes.cache_bytes
-        cached = bound is None or self._cache_of(parts) <= bound
-        return cached and sum(parts.values()) <= available
+        # Most entries that are too large are so by their cache alone, which needs no dry run.
+        if sum(self.costs.fixed.values()) + cached > available:
+            return False
+        if bound is not None and cached > bound:
+            return False
+        return sum(self.min_bytes(entry).values()) <= available
 
     def _cache(self, pages: int, slots: int) -> dict[str, int]:
         state = {"state": slots * self.costs.slot} if self.costs.slot else {}
@@ -357,8 +359,9 @@ class Planner:
             yield f"{' and '.join(chosen)} chosen for {available / GB:.2f} GB of memory"
         if not index:
             return
-        more_rows = max((i for i in range(index) if entries[i].size != entry.size), default=0)
-        for target in dict.fromkeys((index - 1, more_rows, 0)):
+        # The sizes before this one fit last without graphs of prompts.
+        ends = _ends(entries[: index + 1])[:-1]
+        for target in dict.fromkeys((index - 1, *ends[-1:], *ends[:1])):
             better = entries[target]
             more = sum(self.min_bytes(better).values()) - available
             if more > 0:
@@ -378,6 +381,12 @@ def _pairs() -> Iterator[tuple[int, int]]:
                 yield fewer, count
 
 
+def _ends(entries: list[LadderEntry]) -> list[int]:
+    """Return the indices of the entries with the fewest graphs of prompts, one for each size."""
+    following = (*(entry.size for entry in entries[1:]), None)
+    return [index for index, size in enumerate(following) if entries[index].size != size]
+
+
 def _described(entry: LadderEntry, better: LadderEntry) -> str:
     """Describe what a better entry has more of."""
     gains = []
@@ -388,10 +397,7 @@ def _described(entry: LadderEntry, better: LadderEntry) -> str:
     if not gains and better.snapshots > entry.snapshots:
         gains.append("snapshots of recurrent state for prefix hits")
     if gains:
-        loses = (
-            better.graphs != entry.graphs and better.graphs.within(entry.graphs) == better.graphs
-        )
-        return " and ".join(gains) + " with fewer graphs of prompts" * loses
+        return " and ".join(gains)
     if better.graphs.max_tokens > entry.graphs.max_tokens:
         gains.append(f"graphs of prompts up to {better.graphs.max_tokens} tokens")
     if better.graphs.joint > entry.graphs.joint:
