@@ -359,7 +359,7 @@ class Planner:
             yield f"{' and '.join(chosen)} chosen for {available / GB:.2f} GB of memory"
         if not index:
             return
-        # The sizes before this one fit last without graphs of prompts.
+        # With more memory a larger size fits without graphs of prompts first.
         ends = _ends(entries[: index + 1])[:-1]
         for target in dict.fromkeys((index - 1, *ends[-1:], *ends[:1])):
             better = entries[target]

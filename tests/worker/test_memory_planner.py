@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lockstep.step import PAGE_SIZE
+from lockstep.worker.build import GPU_PROMPT_BUCKETS
 from lockstep.worker.memory_planner import (
     ASSUMED_CONTEXT,
     PROMPT_GRAPHS,
@@ -126,6 +127,11 @@ def test_graphs_of_prompts_yield_to_rows() -> None:
     assert graphs[32, 2048] == [*joint, (256, 0), (0, 0)]
     assert graphs[16, 512] == [(512, 6), (512, 2), (512, 0), (256, 0), (0, 0)]
     assert graphs[1, 64] == [(64, 6), (64, 2), (64, 0), (0, 0)]
+
+
+def test_every_choice_of_graphs_ends_at_a_token_count() -> None:
+    counts = [graphs.max_tokens for graphs in PROMPT_GRAPHS if graphs.max_tokens]
+    assert counts[0] == GPU_PROMPT_BUCKETS[-1] and set(counts) <= set(GPU_PROMPT_BUCKETS)
 
 
 def test_tight_memory_costs_graphs_before_a_row() -> None:
