@@ -180,7 +180,9 @@ class EngineConfig(Settings):
         "maximum running requests; default: 16 on a CPU, on a GPU as many as fit, up to 256",
     )
     max_num_batched_tokens: Annotated[int, Field(ge=64, le=1 << 20)] | None = setting(
-        None, "maximum prompt tokens per step; default: 2048, or fewer if GPU memory is short"
+        None,
+        "maximum tokens of a schedule, prompts and decoding; prompts get half of them at least; "
+        "default: 2048, or fewer if GPU memory is short",
     )
     speculative_config: SpeculativeConfig | None = setting(
         None, f"speculative decoding, e.g. {EXAMPLE}", allowed="None or a dict"
@@ -392,7 +394,7 @@ class EngineConfig(Settings):
 class StepLimits:
     """Sizes of steps and the device they run on; known before memory is measured.
 
-    max_num_batched_tokens: maximum prompt tokens per step.
+    max_num_batched_tokens: maximum tokens of a schedule; prompts get half of them at least.
     query_len: K + 1, maximum tokens of a row in a decode step.
     page_size: tokens per page.
     row_buckets: row counts that decode steps are padded to, ascending.

@@ -515,7 +515,8 @@ def _per_prompt(name: str, value: Any, count: int, kind: type, allowed: str) -> 
             f"{name} has {len(values)} entries for {count} prompts; send one, or one per prompt.",
             name,
         )
-    for wrong in (v for v in values if not isinstance(v, kind)):
+    # A boolean is an int in Python, and no number here.
+    for wrong in (v for v in values if not isinstance(v, kind) or isinstance(v, bool)):
         raise RequestError(
             f"{name}={brief(wrong)} is not allowed; allowed: {allowed}, or a list of one per "
             "prompt. Send one of them.",

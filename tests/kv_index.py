@@ -80,6 +80,7 @@ class PrefixIndex:
         assert len(event["token_ids"]) == size * len(hashes)
         assert len(event["extra_keys"]) == len(hashes)
         parent = event["parent_block_hash"]
+        assert parent is None or self._is_known(parent), "the parent is unknown"
         for i, number in enumerate(hashes):
             tokens = tuple(event["token_ids"][i * size : (i + 1) * size])
             extra = tuple(event["extra_keys"][i] or ())
@@ -88,6 +89,7 @@ class PrefixIndex:
             known = self._hashes.setdefault((parent, tokens, extra), number)
             assert known == number, "one block has two hashes"
             media = self._cached[group][number]
+            assert group in self._page_groups() or self._is_known(number), "a state of no page"
             assert event["medium"] not in media, "a block was stored twice"
             media.add(event["medium"])
             parent = number
@@ -95,6 +97,20 @@ class PrefixIndex:
     def _remove(self, event: dict[str, Any]) -> None:
         for number in event["block_hashes"]:
             self._cached[event["group_idx"]][number].remove(event["medium"])
+
+    def check(self) -> None:
+        """Assert that the parents of all known pages are known."""
+        for (parent, _, _), number in self._hashes.items():
+            if parent is not None and self._is_known(number):
+                assert self._is_known(parent), "a page stayed without its parent"
+
+    def _page_groups(self) -> list[int]:
+        """Return the groups of attention layers."""
+        return [group for group, kind in self._kinds.items() if kind in ATTENTION]
+
+    def _is_known(self, number: int) -> bool:
+        """Return whether a page is cached in any medium."""
+        return any(self._cached[group].get(number) for group in self._page_groups())
 
     def _chain(self, tokens: Sequence[int], salt: str, adapter: str) -> list[int]:
         """Return the hashes of a prompt's known blocks, from its start."""
@@ -112,7 +128,7 @@ class PrefixIndex:
 
     def attention_match(self, tokens: Sequence[int], salt: str = "", adapter: str = "") -> int:
         """Return the cached tokens of a prompt in the eyes of a gateway that knows pages only."""
-        groups = [group for group, kind in self._kinds.items() if kind in ATTENTION]
+        groups = self._page_groups()
         count = 0
         for number in self._chain(tokens[:-1], salt, adapter):
             if not all(self._cached[group][number] for group in groups):

@@ -62,7 +62,7 @@ def test_outputs_are_in_order_with_their_parameters(llm: LLM) -> None:
         with pytest.raises(RequestError, match="allowed: SamplingParams, or a list") as caught:
             llm.generate(PROMPTS, wrong)  # type: ignore[arg-type]
         assert caught.value.field == "sampling_params"
-    for low in ("x", [1, 2, "x", 4], 1.5):
+    for low in ("x", [1, 2, "x", 4], 1.5, True, [1, 2, False, 4]):
         with pytest.raises(RequestError, match="allowed: a whole number") as caught:
             llm.generate(PROMPTS, GREEDY, priority=low)  # type: ignore[arg-type]
         assert caught.value.field == "priority"

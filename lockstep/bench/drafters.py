@@ -45,7 +45,7 @@ class CountedDraftLength(FixedDraftLength):
         self.reached = [0] * (self.num_drafts + 1)
 
     def observe(
-        self, rows: int, num_drafts: int, num_drafted: int, accepted: list[int], ms: float
+        self, rows: int, num_drafts: int, num_drafted: int, accepted: list[int], ms: float | None
     ) -> None:
         """Count the rows of a step that had drafts."""
         for num_accepted in accepted if num_drafted else ():

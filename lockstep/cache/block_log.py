@@ -3,7 +3,9 @@
 A block is a full page that is cached, on the device or in host memory. Blocks of group PAGE_GROUP
 are pages, those of STATE_GROUP are snapshots of the recurrent state after a page. A model with
 recurrent layers can resume a prefix only where it has a snapshot. So the log lists a page only
-while a snapshot at its end, or at the end of a listed page after it, makes it usable.
+while a snapshot at its end, or at the end of a listed page after it, makes it usable. No model can
+resume a prefix of which an earlier page is missing. So the log lists a page only while all pages
+before it are listed. Subscribers never get a parent that they do not know.
 """
 
 from array import array
@@ -83,8 +85,10 @@ class BlockLog:
         self._page_size = page_size
         self._has_state = has_state
         self._blocks: dict[Key, _Block] = {}
+        # Page, cached or not -> cached pages that follow it, in the order in which they came.
+        self._children: defaultdict[Key, list[Key]] = defaultdict(list)
         self._snapshots: defaultdict[Key, set[str]] = defaultdict(set)
-        # Page -> number of things that make it usable: a snapshot at its end, and each listed page
+        # Page -> number of things that make it usable: a snapshot at its end, and each usable page
         # after it. Pages without any are absent.
         self._supports: defaultdict[Key, int] = defaultdict(int)
         self._page: tuple[CacheSeq, int] | None = None
@@ -103,12 +107,16 @@ class BlockLog:
             self._add_snapshot(medium, key)
             return
         block = self._blocks.get(key)
-        if block is None:
-            block = self._blocks[key] = self._described_block()
+        if block is not None:
+            block.media.add(medium)
+            if block.is_listed:
+                self._append_stored(key, block, medium, PAGE_GROUP)
+            return
+        block = self._blocks[key] = self._described_block()
         block.media.add(medium)
-        if block.is_listed:
-            self._append_stored(key, block, medium, PAGE_GROUP)
-        else:
+        if block.parent is not None:
+            self._children[block.parent].append(key)
+        if self._is_usable(key):
             self._list_from(key)
 
     def remove(self, pool: str, medium: str, key: Key) -> None:
@@ -117,17 +125,26 @@ class BlockLog:
             self._remove_snapshot(medium, key)
             return
         block = self._blocks[key]
-        block.media.remove(medium)
-        if block.is_listed:
-            self._append_removed(key, medium, PAGE_GROUP)
-        if not block.media:
+        if block.media != {medium}:
+            block.media.remove(medium)
             if block.is_listed:
-                self._unlist_from(key)
-            del self._blocks[key]
+                self._append_removed(key, medium, PAGE_GROUP)
+            return
+        if block.is_listed:
+            self._unlist_from(key)
+        del self._blocks[key]
+        if block.parent is not None:
+            siblings = self._children[block.parent]
+            siblings.remove(key)
+            if not siblings:
+                del self._children[block.parent]
+        if self._is_usable(key):
+            self._drop_support(block.parent)
 
     def clear(self) -> None:
         """Note that nothing is cached any more. Events that were not drained are dropped."""
         self._blocks.clear()
+        self._children.clear()
         self._snapshots.clear()
         self._supports.clear()
         self._events = [BlocksCleared()]
@@ -147,12 +164,17 @@ class BlockLog:
             logged = {key for key, media in self._snapshots.items() if medium in media}
             assert logged == slots[medium], f"the log differs from the snapshots of {medium}"
         supports = {key: 1 for key in self._snapshots}
-        for block in self._blocks.values():
-            if self._has_state and block.is_listed and block.parent is not None:
-                supports[block.parent] = supports.get(block.parent, 0) + 1
-        assert supports == self._supports, "supports of pages are miscounted"
+        children: dict[Key, list[Key]] = {}
         for key, block in self._blocks.items():
-            assert block.is_listed == (not self._has_state or key in supports), "listed wrongly"
+            if block.parent is not None:
+                children.setdefault(block.parent, []).append(key)
+                if self._has_state and self._is_usable(key):
+                    supports[block.parent] = supports.get(block.parent, 0) + 1
+        assert supports == self._supports, "supports of pages are miscounted"
+        assert children == self._children, "the children of a page are wrong"
+        for key, block in self._blocks.items():
+            is_reached = block.parent is None or self._is_listed(block.parent)
+            assert block.is_listed == (is_reached and self._is_usable(key)), "listed wrongly"
 
     def _described_block(self) -> _Block:
         """Return the block of the page that describe() named, cached nowhere yet."""
@@ -172,19 +194,25 @@ class BlockLog:
         parent = seq.keys[page - 1] if page else None
         return _Block(parent, token_ids, tuple(extra) or None, seq.adapter, set())
 
+    def _is_usable(self, key: Key) -> bool:
+        """Return whether requests can resume at a page, or at a page after it."""
+        return not self._has_state or key in self._supports
+
+    def _is_listed(self, key: Key) -> bool:
+        block = self._blocks.get(key)
+        return block is not None and block.is_listed
+
     def _add_snapshot(self, medium: str, key: Key) -> None:
         media = self._snapshots[key]
         is_new = not media
         media.add(medium)
         block = self._blocks.get(key)
+        if block is not None and block.is_listed:
+            self._append_stored(key, block, medium, STATE_GROUP)
         if is_new:
             self._supports[key] += 1
-        if block is None:
-            return
-        if block.is_listed:
-            self._append_stored(key, block, medium, STATE_GROUP)
-        else:
-            self._list_from(key)
+            if block is not None and self._supports[key] == 1:
+                self._list_from(key)
 
     def _remove_snapshot(self, medium: str, key: Key) -> None:
         media = self._snapshots[key]
@@ -204,46 +232,62 @@ class BlockLog:
                 return
             del self._supports[key]
             block = self._blocks.get(key)
-            if block is None or not block.is_listed:
+            if block is None:
                 return
-            block.is_listed = False
-            for medium in MEDIA:
-                if medium in block.media:
-                    self._append_removed(key, medium, PAGE_GROUP)
+            if block.is_listed:
+                self._unlist_from(key)
             key = block.parent
 
-    def _unlist_from(self, key: Key) -> None:
-        """Unlist a page whose last copy went, with its snapshot, and pages that it supported."""
-        block = self._blocks[key]
-        block.is_listed = False
-        for medium in self._snapshots.get(key, ()):
-            self._append_removed(key, medium, STATE_GROUP)
-        self._drop_support(block.parent)
-
     def _list_from(self, key: Key) -> None:
-        """List a page, if it is usable, and the pages before it that it makes usable."""
-        chain: list[tuple[Key, _Block]] = []
-        current: Key | None = key
-        while current is not None:
-            block = self._blocks.get(current)
-            is_usable = not self._has_state or current in self._supports
-            if block is None or block.is_listed or not is_usable:
+        """List a page that became usable, with the pages around it that it makes usable.
+
+        Pages of which an earlier page is not cached are not listed: no request can use them, and
+        subscribers would not know their parent.
+        """
+        parent = self._blocks[key].parent
+        while parent is not None and self._has_state:
+            self._supports[parent] += 1
+            if self._supports[parent] > 1 or parent not in self._blocks:
                 break
+            key = parent
+            parent = self._blocks[key].parent
+        if parent is not None and not self._is_listed(parent):
+            return
+        blocks = []
+        pending = [key]
+        while pending:  # subscribers know a block's parent before the block
+            key = pending.pop()
+            blocks.append((key, self._blocks[key]))
+            pending += filter(self._is_usable, self._children.get(key, ()))
+        for _, block in blocks:
             block.is_listed = True
-            chain.append((current, block))
-            if not self._has_state:
-                break
-            current = block.parent
-            if current is not None:
-                self._supports[current] += 1
-        chain.reverse()  # subscribers know a block's parent before the block
+        # One medium of every page comes before the second medium of any.
+        for key, block in blocks:
+            self._append_stored(key, block, DEVICE if DEVICE in block.media else HOST, PAGE_GROUP)
+        for key, block in blocks:
+            if len(block.media) == len(MEDIA):
+                self._append_stored(key, block, HOST, PAGE_GROUP)
+        for key, block in blocks:
+            for medium in self._snapshots.get(key, ()):
+                self._append_stored(key, block, medium, STATE_GROUP)
+
+    def _unlist_from(self, key: Key) -> None:
+        """Unlist a page and the listed pages after it, the last one first."""
+        blocks = []
+        pending = [key]
+        while pending:
+            key = pending.pop()
+            blocks.append((key, self._blocks[key]))
+            pending += filter(self._is_listed, self._children.get(key, ()))
+        blocks.reverse()
+        for key, block in blocks:
+            block.is_listed = False
+            for medium in self._snapshots.get(key, ()):
+                self._append_removed(key, medium, STATE_GROUP)
         for medium in MEDIA:
-            for listed_key, block in chain:
+            for key, block in blocks:
                 if medium in block.media:
-                    self._append_stored(listed_key, block, medium, PAGE_GROUP)
-        for listed_key, block in chain:
-            for medium in self._snapshots.get(listed_key, ()):
-                self._append_stored(listed_key, block, medium, STATE_GROUP)
+                    self._append_removed(key, medium, PAGE_GROUP)
 
     def _append_stored(self, key: Key, block: _Block, medium: str, group: int) -> None:
         """Append the event of a stored block, or extend the last event where it continues that."""

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cache.block_log import (
+    MEDIA,
     PAGE_GROUP,
     STATE_GROUP,
     BlockEvent,
     BlocksCleared,
     BlocksRemoved,
+    BlocksStored,
 )
 from lockstep.cache.events_config import KVEventsConfig
 from lockstep.config import Plan
@@ -79,13 +81,46 @@ def encode_event(event: BlockEvent, block_format: BlockFormat) -> dict[str, Any]
     }
 
 
+class _KnownPages:
+    """Pages that subscribers know.
+
+    The engine's log has the parent of a block before the block. But a batch may have been dropped
+    since, and a replica may have been without a publisher.
+    """
+
+    def __init__(self) -> None:
+        self._hashes: dict[str, set[int]] = {medium: set() for medium in MEDIA}
+
+    def clear(self) -> None:
+        """Note that subscribers know no page any more."""
+        for hashes in self._hashes.values():
+            hashes.clear()
+
+    def filter(self, events: Sequence[BlockEvent]) -> list[BlockEvent]:
+        """Return the events without the blocks whose parent subscribers do not know."""
+        result: list[BlockEvent] = []
+        for event in events:
+            if isinstance(event, BlocksCleared):
+                self.clear()
+            elif isinstance(event, BlocksStored):
+                parent = event.parent
+                if parent is not None and not any(parent in h for h in self._hashes.values()):
+                    continue
+                if event.group == PAGE_GROUP:
+                    self._hashes[event.medium].update(event.hashes)
+            elif event.group == PAGE_GROUP:
+                self._hashes[event.medium].difference_update(event.hashes)
+            result.append(event)
+        return result
+
+
 class KVEventPublisher:
     """Publisher of events; a thread encodes and sends them.
 
     publish() never waits. Where the queue is full, it drops the batch, and the next one begins with
-    AllBlocksCleared: a subscriber may then know too few blocks, but none that is gone. For a slow
-    subscriber ZeroMQ drops messages; it finds a gap in the sequence numbers and may ask the replay
-    socket for them.
+    AllBlocksCleared: a subscriber may then know too few blocks, but none that is gone. Later blocks
+    whose parent it does not know are withheld. For a slow subscriber ZeroMQ drops messages; it
+    finds a gap in the sequence numbers and may ask the replay socket for them.
 
     rank: data-parallel rank, which is added to the ports of tcp endpoints. num_batches: batches
     queued so far. num_dropped: batches dropped so far.
@@ -114,6 +149,7 @@ class KVEventPublisher:
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._next_number = 0
         self._has_gap = False
+        self._known_pages = _KnownPages()
         self._is_closing = False
         self._block_format: BlockFormat | None = None
         self._thread: threading.Thread | None = None
@@ -147,12 +183,16 @@ class KVEventPublisher:
         """Queue a batch of events; one thread at a time may call it."""
         if self._is_closing:
             return
-        batch = [BlocksCleared(), *events] if self._has_gap else events
+        known_events = self._known_pages.filter(events)
+        batch = [BlocksCleared(), *known_events] if self._has_gap else known_events
+        if not batch:
+            return
         try:
             self._queue.put_nowait((time.time(), batch))
         except queue.Full:
             self.num_dropped += 1
             self._has_gap = True
+            self._known_pages.clear()
             return
         self._has_gap = False
         self.num_batches += 1

@@ -61,8 +61,8 @@ class DraftLengthPolicy(Protocol):
     ) -> None:
         """Observe a step with `num_drafted` drafts per row, for which `num_drafts` were chosen.
 
-        accepted: accepted drafts per row. ms: time of the step, None if nobody knows it: the step
-        shared a forward pass with a prompt step.
+        accepted: accepted drafts per row. ms: time of the step; None if it shared a forward pass
+        with a prompt step.
         """
         ...
 
@@ -294,7 +294,7 @@ class AdaptiveDraftLength:
     ) -> None:
         """Update costs and acceptance, and add the step's gain or loss to the balance.
 
-        A step without a time of its own counts with the costs that are known.
+        A step whose time is not known counts with the known costs.
         """
         if ms is not None:
             self.costs.observe(rows, num_drafts, ms)

@@ -16,7 +16,7 @@ GrammarT = TypeVar("GrammarT", covariant=True)
 class GrammarMasks(Generic[GrammarT]):
     """Bitmasks of one grammar that `fill` writes: one for the next token, one after each draft.
 
-    first: index of the first bitmask among the masks of a step; the others follow it.
+    first: index of the first bitmask among those of a forward pass; the others follow it.
     """
 
     grammar: GrammarT
@@ -25,7 +25,8 @@ class GrammarMasks(Generic[GrammarT]):
 
 
 Fill = Callable[[Sequence[GrammarMasks[Any]], memoryview], None]
-"""Function that writes the bitmasks of many answers to memory [masks of a step, words].
+"""Function that writes the bitmasks of many answers to memory [masks of a forward pass,
+words].
 
 All grammars of one call share this `fill`. A bitmask has one bit per token of the model, lowest
 first, in words of 32 bits. Masks after a draft that the grammar forbids are undefined. The grammars
@@ -72,7 +73,7 @@ class MaskQuery:
     """Request of a worker for the bitmasks of one row.
 
     new_tokens: answer tokens that the grammar has not accepted yet. drafts: draft tokens that the
-    step verifies. first: index of the row's first bitmask among the masks of the step.
+    step verifies. first: index of the row's first bitmask among those of the forward pass.
     """
 
     request_id: str
@@ -82,7 +83,8 @@ class MaskQuery:
 
 
 FillMasks = Callable[[Sequence[MaskQuery], memoryview], frozenset[str]]
-"""Function that answers the mask queries of a step into memory [masks of a step, words].
+"""Function that answers the mask queries of a step into memory [masks of a forward pass,
+words].
 
 Returns the ids of requests whose grammars are free by now: their masks are not written.
 """

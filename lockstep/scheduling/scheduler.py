@@ -44,8 +44,7 @@ class ScheduledRequest:
     key: (priority, arrival number), the order of service; preemption takes victims from its end.
     row: 0 while it waits. max_committed: upper bound of the tokens that the device has committed
     after all launched steps. in_flight: lower bound of the tokens that launched steps emit and that
-    are not read yet. saved: pages in host memory. last_chunk_tick: schedule of its latest prompt
-    chunk, -1 before any.
+    are not read yet. saved: pages in host memory. has_begun: a chunk of its prompt was scheduled.
     """
 
     request: Request
@@ -55,7 +54,7 @@ class ScheduledRequest:
     max_committed: int = 0
     in_flight: int = 0
     saved: int = 0
-    last_chunk_tick: int = -1
+    has_begun: bool = False
     length: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,11 +95,11 @@ class Scheduler:
     rows that decode steps are padded to, ascending; None pads nothing. draft_policy: chooses the
     drafts per step; None: always query_len - 1. drafts_in_pages: a draft module writes drafts to
     the rows' pages, one window after the step's own tokens. adapters: digest of each adapter by its
-    name. forced_budget: maximum rows * window of a forced step. budget: maximum prompt tokens of a
-    step. min_chunk: tokens that a prompt gets at least in a step that computes any of it. align:
-    prompt chunks end on multiples of it: the page size with recurrent layers, else 1. reach: tokens
-    past the committed ones that a decode step may write. preempt_next: requests to preempt in the
-    next schedule, for tests. dropped, answers: fields of the next schedule.
+    name. forced_budget: maximum rows * window of a forced step. budget: maximum tokens of a decode
+    step and a prompt step. min_chunk: tokens of a prompt's first chunk at least. align: prompt
+    chunks end on multiples of it: the page size with recurrent layers, else 1. reach: tokens past
+    the committed ones that a decode step may write. preempt_next: requests to preempt in the next
+    schedule, for tests. dropped, answers: fields of the next schedule.
     """
 
     def __init__(
@@ -411,13 +410,17 @@ class Scheduler:
         count = len(schedule.decode)
         if not count:
             return
-        schedule.padded_rows = next((b for b in self.row_buckets or () if b >= count), count)
+        schedule.padded_rows = self._padded_rows(count)
         policy = self.draft_policy
         schedule.num_drafts = (
             policy.choose(schedule.padded_rows) if wants_drafts else policy.min_drafts
         )
         schedule.drafts_ready = min(schedule.num_drafts, self.drafts_ready)
         self.drafts_ready = schedule.num_drafts
+
+    def _padded_rows(self, count: int) -> int:
+        """Return the rows that a decode step of `count` rows is padded to."""
+        return next((bucket for bucket in self.row_buckets or () if bucket >= count), count)
 
     def _leave_row(self, entry: ScheduledRequest) -> None:
         self.cache.release(entry.seq)
@@ -494,9 +497,11 @@ class Scheduler:
             if not self.suspects[0].row:
                 self._start(schedule, self.suspects[0])
             return
-        overdue = sum(e.in_prompt and e.last_chunk_tick < self.ticks - 1 for e in self.running)
-        # A prompt that had no chunk in the latest schedule gets one before a new one may start.
-        num_startable = self.budget // self.min_chunk - overdue
+        budget = self._prompt_budget(self._padded_rows(len(self.running)) * self.query_len)
+        waiting = [e.length - e.max_committed for e in self.running if e.in_prompt]
+        num_startable = self.budget // self.min_chunk - len(waiting)
+        # The prompts of rows leave a chunk to a new one, which may be short, and take one at least.
+        reserved = min(sum(waiting), max(budget - self.min_chunk, self.min_chunk))
         passed_over: list[ScheduledRequest] = []
         victims: list[ScheduledRequest] = []
         while (entry := self.queue.head()) is not None:
@@ -508,11 +513,12 @@ class Scheduler:
             if entry in victims:
                 break
             is_new = entry.request.id not in self.preempted
-            if (is_new and num_startable <= 0) or not self._start_preempting(
-                schedule, entry, victims
-            ):
+            may_start = num_startable > 0 and reserved + self.min_chunk <= budget
+            if (is_new and not may_start) or not self._start_preempting(schedule, entry, victims):
                 break
-            num_startable -= entry.in_prompt
+            if entry.in_prompt:
+                num_startable -= 1
+                reserved += entry.length - entry.max_committed
         for entry in passed_over:
             self.queue.push(entry)
 
@@ -611,20 +617,25 @@ class Scheduler:
         return {entry.row: entry for entry in chosen}
 
     def _plan_prompt(self, schedule: Schedule) -> dict[int, ScheduledRequest]:
-        """Plan chunks of the prompts that waited longest, in one ragged step; return its rows.
+        """Plan chunks of prompts, in one ragged step; return its rows.
 
-        A chosen prompt gets min_chunk tokens at least, or all that remain. Chunks end on the page
-        grid where state recurs, else anywhere. They also end where the cache wants a snapshot for
-        prompts with a common prefix.
+        Chunks end on the page grid where state recurs, else anywhere. They also end where the cache
+        wants a snapshot for prompts with a common prefix.
         """
         size = self.cache.config.page_size
-        prompts = [entry for entry in self.running if entry.in_prompt]
-        ranked = sorted(prompts, key=lambda e: (e.last_chunk_tick >= 0, e.last_chunk_tick, e.key))
-        chosen = ranked[: self.budget // self.min_chunk]
-        stops = [self.cache.prompt_end(e.seq, e.max_committed) for e in chosen]
-        remaining = [stop - e.max_committed for stop, e in zip(stops, chosen, strict=True)]
-        lengths = split_budget(remaining, self.budget, self.align)
-        for entry, length in zip(chosen, lengths, strict=True):
+        prompts = sorted((e for e in self.running if e.in_prompt), key=lambda e: e.key)
+        stops = [self.cache.prompt_end(e.seq, e.max_committed) for e in prompts]
+        remaining = [stop - e.max_committed for stop, e in zip(stops, prompts, strict=True)]
+        # The snapshot from which a new prompt continues is pinned in its first schedule only.
+        minimum = [
+            0 if entry.has_begun else min(rest, self.min_chunk)
+            for entry, rest in zip(prompts, remaining, strict=True)
+        ]
+        decoded = schedule.padded_rows * (schedule.num_drafts + 1)
+        budget = self._prompt_budget(decoded)
+        lengths = split_budget(remaining, minimum, budget, self.align)
+        chosen = [(entry, n) for entry, n in zip(prompts, lengths, strict=True) if n]
+        for entry, length in chosen:
             start = entry.max_committed
             end = start + length
             point = end // size * size
@@ -636,10 +647,17 @@ class Scheduler:
             )
             entry.seq.source = 0  # later chunks continue from the row's own state
             entry.max_committed = end
-            entry.last_chunk_tick = self.ticks
+            entry.has_begun = True
             entry.in_flight += last
             if last:
                 self._request_masks(schedule, entry)
-        for entry in chosen:
+        for entry, _ in chosen:
             self.cache.commit(entry.seq, entry.max_committed)
-        return {entry.row: entry for entry in chosen}
+        return {entry.row: entry for entry, _ in chosen}
+
+    def _prompt_budget(self, decoded: int) -> int:
+        """Return the tokens of a prompt step next to a decode step of `decoded` tokens.
+
+        It is half of the budget at least, so that no load of decode steps stops prompts.
+        """
+        return max(self.budget - decoded, self.budget // 2, self.min_chunk)

@@ -140,13 +140,10 @@ def allocated(make: Callable[[], Any]) -> int:
 
 
 class PassBytes(NamedTuple):
-    """Bytes of a forward pass and its steps: at the peak, of their results, and of the logits among
-    these.
-    """
+    """Bytes of a forward pass and its steps: at the peak, and of their results."""
 
     peak: int
     results: int
-    logits: int = 0
 
     @property
     def working(self) -> int:
@@ -167,8 +164,7 @@ def step_bytes(program: Program, *shapes: StepShape) -> PassBytes:
             outcomes = [program.decide(step) for step in forwarded]
         except (RuntimeError, AssertionError) as error:  # torch asserts what it cannot do dry
             raise _unpredictable(shapes, error) from error
-        logits = sum(step.logits.nbytes for step in forwarded)
-        size = PassBytes(counter.peak, counter.live, logits)
+        size = PassBytes(counter.peak, counter.live)
     del forwarded, outcomes
     return size
 

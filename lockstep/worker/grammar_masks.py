@@ -50,12 +50,12 @@ class GrammarMasks:
         masked: dict[int, MaskedRow],
         query_len: int,
         fill_masks: FillMasks,
-        begin: int = 0,
+        offset: int = 0,
     ) -> Callable[[], None]:
         """Start the copies for a step -> function to call between the halves of the step.
 
-        masked: rows that need masks, by row. query_len: tokens decided per row. begin: logit rows
-        of the steps before it in its forward pass.
+        masked: rows that need masks, by row. query_len: tokens decided per row. offset: number of
+        masks that the earlier steps of the same forward pass may have.
         """
         if not masked:
             return do_nothing
@@ -70,7 +70,7 @@ class GrammarMasks:
         def before_decide() -> None:
             if event is not None:
                 event.synchronize()
-            self._upload(chosen, unseen, query_len, fill_masks, begin)
+            self._upload(chosen, unseen, query_len, fill_masks, offset)
 
         return before_decide
 
@@ -100,7 +100,7 @@ class GrammarMasks:
         unseen: Tensor,
         query_len: int,
         fill_masks: FillMasks,
-        begin: int,
+        offset: int,
     ) -> None:
         """Get the masks of the step from the host and copy them to the device."""
         queries = []
@@ -110,7 +110,7 @@ class GrammarMasks:
             new_tokens = tokens[: max(computed + 1 - step_row.masked.num_known, 0)]
             valid = list(takewhile(lambda token: token >= 0, drafts))
             # The device may still copy the masks of an earlier step of the same pass.
-            first = begin + step_row.index * query_len
+            first = offset + step_row.index * query_len
             queries.append(MaskQuery(step_row.masked.request_id, new_tokens, valid, first))
         free = fill_masks(queries, self.memory)
         for step_row in chosen:
@@ -118,4 +118,4 @@ class GrammarMasks:
                 # `decide` is not launched yet, so this step already samples without masks.
                 remove_masks(self.table.sampling, step_row.masked.row)
         span = slice(chosen[0].index * query_len, (chosen[-1].index + 1) * query_len)
-        self.table.allowed[span].copy_(self.host[begin:][span], non_blocking=True)
+        self.table.allowed[span].copy_(self.host[offset:][span], non_blocking=True)

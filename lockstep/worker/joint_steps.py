@@ -4,28 +4,26 @@ A decode step reads all weights for few tokens: 13 of the 21 ms of 64 rows of Qw
 H200. In the pass of a prompt step these reads cost nothing more. No answer depends on the choice.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
-from torch import nn
+from lockstep.config import PADDED_PROMPTS, StepLimits
+from lockstep.step import StepShape
+from lockstep.worker.step_shapes import padded_prompt_step, prompt_step
 
-from lockstep.config import StepLimits
-from lockstep.step import GRID, StepShape
-from lockstep.worker.roofline import PassCosts
-from lockstep.worker.step_shapes import prompt_step
+TILE = 128
+"""Tokens of a joint graph are a multiple of it: rows of a tile of the linears of many tokens."""
+USES_BEFORE_CAPTURE = 16
+"""Uses of a pair of shapes before a graph of it is captured.
 
-EAGER_LAYER_FLOPS = 1.2e12
-"""FLOPs per layer from which an eager joint step binds the device.
-
-Launching the kernels of a prompt step takes the host up to 96 ms for 64 layers. A joint step has a
-third more launches: 2 ms per layer. In that time an H200 computes 1.2e12 FLOPs (2,048 tokens of
-Qwen3.6-27B take 183 ms). Below, a captured decode step next to an eager prompt step is faster.
+H200, Qwen3.6-27B: a capture takes 0.35 s with 512 tokens and 0.75 s with 2,048, and each later use
+saves 16 ms. A pair that was used so often is likely to be used 30 times more.
 """
-PADDING = 128
-"""Token counts of prompts in joint graphs are multiples of it. Computing as many tokens takes less
-time than reading the weights, which the joint step saves: for 16-bit weights on an H200, 170."""
 GRAPHS_PER_LARGEST = 5
-"""Maximum graphs of joint steps for each largest one whose results memory is planned for. The host
-launches all kernels of a step twice to capture it."""
+"""Maximum graphs of joint steps for each largest one whose results memory is planned for."""
+
+Pair = tuple[StepShape, StepShape]
+"""Shapes of the decode step and of the prompt step of a forward pass."""
 
 
 def max_graphs(limits: StepLimits) -> int:
@@ -33,68 +31,76 @@ def max_graphs(limits: StepLimits) -> int:
     return GRAPHS_PER_LARGEST * limits.joint_graphs
 
 
-def joint_buckets(limits: StepLimits) -> tuple[int, ...]:
-    """Return the token counts that the prompts of joint graphs are padded to, ascending."""
-    if not limits.joint_graphs:
-        return ()
-    largest = max(limits.prompt_buckets, default=0)
-    return tuple(sorted({*limits.prompt_buckets, *range(PADDING, largest + 1, PADDING)}))
-
-
 class JointSteps:
     """Joint steps of a worker. All ranks of a model choose the same ones.
 
-    On a CPU all steps join that can. On a GPU they join as a graph, which is captured when it is
-    first needed, or where the prompts are so long that the launches of an eager pass cost no time.
+    On a CPU a decode step always joins the prompt step of its schedule. On a GPU they join as
+    graphs, which are captured once a pair of shapes was used several times. Without a graph, the
+    kernels of a pass take the host longer to launch than the weights take to read.
 
-    graphs: shapes of the captured passes. min_eager_tokens: prompt tokens from which eager steps
-    join. may_capture: false after a capture that failed.
+    row_buckets: rows of decode steps in graphs. graphs: captured pairs. uses: of each pair,
+    captured or not. may_capture: false after a capture that failed.
     """
 
-    def __init__(self, limits: StepLimits, model: nn.Module) -> None:
+    def __init__(self, limits: StepLimits) -> None:
         self.limits = limits
-        self.buckets = joint_buckets(limits) if limits.graph_mode == "full" else ()
-        self.graphs: set[tuple[StepShape, ...]] = set()
-        self.min_eager_tokens = 0
+        self.row_buckets = _halved(limits.row_buckets)
+        self.max_prompt_tokens = 0
+        if limits.graph_mode == "full" and limits.joint_graphs:
+            self.max_prompt_tokens = max(limits.prompt_buckets, default=0)
+        self.max_decode_tokens = limits.row_buckets[-1] * limits.query_len
+        self.graphs: set[Pair] = set()
+        self.uses: Counter[Pair] = Counter()
         self.may_capture = True
-        if limits.device != "cpu":
-            self.min_eager_tokens = eager_tokens(model)
 
-    def prompt_shape(self, decode: StepShape, lengths: Sequence[int]) -> StepShape | None:
-        """Return the shape of a step of these prompt chunks that joins the decode step.
+    def join(self, decode: StepShape, lengths: Sequence[int]) -> Pair | None:
+        """Return the shapes of a decode step and of a step of these prompt chunks that join.
 
         None: the steps run apart.
         """
-        if self.limits.device == "cpu":
-            return prompt_step(self.limits, lengths, self.limits.prompt_buckets)
-        padded = prompt_step(self.limits, lengths, self.buckets)
-        if padded.padded and self._has_graph(decode, padded):
-            return padded
-        eager = prompt_step(self.limits, lengths, ())
-        return eager if eager.tokens >= self.min_eager_tokens else None
+        limits = self.limits
+        if limits.device == "cpu":
+            return decode, prompt_step(limits, lengths, limits.prompt_buckets)
+        rows = next(rows for rows in self.row_buckets if rows >= decode.rows)
+        decode = StepShape.uniform(rows, decode.query_len)
+        tokens = -(-(decode.tokens + sum(lengths)) // TILE) * TILE
+        prompt = padded_prompt_step(limits, tokens - decode.tokens)
+        if prompt.tokens > self.max_prompt_tokens or len(lengths) > PADDED_PROMPTS:
+            return None
+        pair = (decode, prompt)
+        self.uses[pair] += 1
+        return pair if self._may_run(pair) else None
 
     def needs_capture(self, shapes: tuple[StepShape, ...]) -> bool:
         """Return whether a forward pass is a joint one that runs as a graph and has none yet."""
-        is_graph = len(shapes) > 1 and bool(self.buckets) and shapes[-1].padded
-        return is_graph and shapes not in self.graphs
+        return len(shapes) > 1 and self.max_prompt_tokens > 0 and shapes not in self.graphs
 
-    def _has_graph(self, decode: StepShape, prompt: StepShape) -> bool:
-        """Return whether a joint step has a graph, or memory is left for its results."""
-        if (decode, prompt) in self.graphs:
+    def _may_run(self, pair: Pair) -> bool:
+        """Return whether a pair has a graph, or may get one: it was used and memory is left."""
+        if pair in self.graphs:
             return True
-        limits = self.limits
-        decoded = decode.tokens + sum(shapes[0].tokens for shapes in self.graphs)
-        prompts = prompt.tokens + sum(shapes[1].tokens for shapes in self.graphs)
+        passes = [*self.graphs, pair]
+        # A graph keeps the logits of each token of its decode step and of each row of its prompts.
+        logit_rows = sum(decode.tokens + prompt.rows for decode, prompt in passes)
+        prompt_tokens = sum(prompt.tokens for _, prompt in passes)
+        max_logit_rows = self.max_decode_tokens + pair[1].rows
+        largest = self.limits.joint_graphs
         return (
             self.may_capture
-            and len(self.graphs) < max_graphs(limits)
-            and decoded <= limits.joint_graphs * limits.max_num_seqs * limits.query_len
-            and prompts <= limits.joint_graphs * self.buckets[-1]
+            and self.uses[pair] > USES_BEFORE_CAPTURE
+            and len(passes) <= max_graphs(self.limits)
+            and logit_rows <= largest * max_logit_rows
+            and prompt_tokens <= largest * self.max_prompt_tokens
         )
 
 
-def eager_tokens(model: nn.Module) -> int:
-    """Return the prompt tokens from which an eager joint step binds the device."""
-    layers = len(model.get_submodule("blocks"))  # type: ignore[arg-type]
-    flops = PassCosts.of(model).floor(1, GRID, 1, 0).total.flops / (layers * GRID)
-    return int(EAGER_LAYER_FLOPS / flops)
+def _halved(buckets: Sequence[int]) -> list[int]:
+    """Return the largest bucket and smaller ones, each at most half of the next, ascending.
+
+    Null rows take little of the time of a joint step, and each pair of shapes needs a graph.
+    """
+    kept = [buckets[-1]]
+    for bucket in reversed(buckets):
+        if 2 * bucket <= kept[0]:
+            kept.insert(0, bucket)
+    return kept

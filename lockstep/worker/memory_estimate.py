@@ -40,7 +40,7 @@ from lockstep.worker.build import (
 )
 from lockstep.worker.dry_run import PassBytes, allocated, dry, step_bytes
 from lockstep.worker.hooks import NO_HOOKS
-from lockstep.worker.joint_steps import eager_tokens, max_graphs
+from lockstep.worker.joint_steps import max_graphs
 from lockstep.worker.memory_planner import Planner, PromptGraphs, UserSizes
 from lockstep.worker.program import Program
 from lockstep.worker.roofline import StepCosts
@@ -61,8 +61,7 @@ class DryEngine:
 
     fixed: bytes by name that rows and prompts do not change. weights_known: the checkpoint's files
     are present, which say what is quantized. rank: tensor-parallel rank; the first one has the most
-    columns. costs: bytes and FLOPs of its steps. min_eager_tokens: prompt tokens from which a
-    decode step joins a prompt step without a graph.
+    columns. costs: bytes and FLOPs of its steps.
     """
 
     def __init__(
@@ -108,7 +107,6 @@ class DryEngine:
         self.fixed = {"weights": weight_bytes(self.model, self.draft), "overhead": OVERHEAD_BYTES}
         self.fixed |= {"staging": staging} if staging else {}
         self.costs = StepCosts.of(self.model, self.draft, passes_of(config.speculative_config))
-        self.min_eager_tokens = eager_tokens(self.model)
         _assume_scales(self.model, self.draft)
         keep_distinct_blocks(self.model)
         self.pass_bytes = cache(self._pass_bytes)
@@ -131,7 +129,7 @@ class DryEngine:
         return build_program(self.config, placed, build, self.model, self.draft, NO_HOOKS)
 
     def working(self, rows: int, tokens: int, graphs: PromptGraphs) -> dict[str, int]:
-        """Return the bytes of the row table, the largest step and the graphs, by name."""
+        """Return the bytes of the row table, the largest eager pass and the graphs, by name."""
         limits = sized(self.limits, self.config, rows, tokens, graphs)
         with self.mode, dry(self.card):
             table = allocated(lambda: self.program(limits, self._unrecorded_build()))
@@ -144,17 +142,15 @@ class DryEngine:
         """Return the shapes of the forward pass with the highest peak of those that an engine runs
         without a graph while it serves.
         """
-        prompts = largest_prompt_step(limits)[1]
-        passes: list[tuple[StepShape, ...]] = [(prompts,), (largest_forced_step(limits),)]
         decode = decode_shapes(limits)
+        passes: list[tuple[StepShape, ...]]
+        passes = [(largest_prompt_step(limits)[1],), (largest_forced_step(limits),)]
         if limits.graph_mode != "full":
             passes += [(shape,) for shape in (*decode, *one_row_forced(limits))]
-        if prompts.tokens >= self.min_eager_tokens:
-            widest = max(decode, key=lambda shape: self.pass_bytes(shape).peak)
-            passes.append((widest, prompts))
         if limits.joint_graphs:
-            # A joint step runs once without its graph before the capture.
-            passes += [shapes for shapes in captured_passes(limits, self.pass_bytes) if shapes[1:]]
+            # Before its capture a joint step runs eagerly, outside of the memory of the graphs.
+            widest = max(decode, key=lambda shape: self.pass_bytes(shape).peak)
+            passes.append((widest, padded_shapes(limits)[-1]))
         return max(passes, key=lambda shapes: self.pass_bytes(*shapes).peak)
 
     def graphs(self, limits: StepLimits) -> "GraphBytes":
@@ -214,12 +210,11 @@ def graph_bytes(limits: StepLimits, pass_bytes: Callable[..., PassBytes]) -> Gra
     results += sum(passes[shape,].results for shape in (*forced, *padded))
     count = len(decode) * len(limits.draft_lengths) + len(forced) + len(padded)
     if limits.joint_graphs:
-        prompt = passes[padded[-1],]
-        joint = max_graphs(limits)
-        results += limits.joint_graphs * (passes[decode[-1],].results + prompt.results)
-        # Prompts of fewer tokens have smaller hidden states, and logits of as many rows.
-        results += (joint - limits.joint_graphs) * prompt.logits
-        count += 2 * joint  # a joint step has a forward graph, and a decide of each step
+        joint_results = passes[decode[-1],].results + passes[padded[-1],].results
+        results += limits.joint_graphs * joint_results
+        count += 2 * max_graphs(
+            limits
+        )  # a joint step has a forward graph, and a decide of each step
     return GraphBytes(largest, passes[largest].working, results, count * GRAPH_BYTES)
 
 

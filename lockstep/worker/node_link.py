@@ -238,7 +238,7 @@ def check_texts(report: Report) -> None:
     if isinstance(report, Joined):
         texts += [*report.identity, *report.identity.values()]
     elif isinstance(report, Failed):
-        texts += [report.error, report.details]
+        texts += [report.error, report.details, report.kind]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{type(report).__name__} with something else than text")
 
@@ -246,7 +246,7 @@ def check_texts(report: Report) -> None:
 def encode_report(rank: int, report: Report) -> bytes:
     """Return the data of a frame with a report."""
     if isinstance(report, Failed):
-        report = Failed(report.error[:MAX_TEXT], report.details[:MAX_TEXT])
+        report = Failed(report.error[:MAX_TEXT], report.details[:MAX_TEXT], report.kind)
     return RANK.pack(rank) + pickle.dumps(report, pickle.HIGHEST_PROTOCOL)
 
 

@@ -110,10 +110,15 @@ class Beat:
 
 @dataclass(frozen=True)
 class Failed:
-    """Report: the rank raised an error and ends. details: text with the traceback, if it helps."""
+    """Report: the rank raised an error and ends.
+
+    details: text with the traceback, if it helps. kind: name of the error's class, "" if it is
+    none of Lockstep's.
+    """
 
     error: str
     details: str
+    kind: str = ""
 
 
 Message = Execute | Masks | Collect | Call | Stop
@@ -230,7 +235,7 @@ class RankLoop:
 
 
 def read_masks(queries: Sequence[MaskQuery], memory: memoryview) -> bytes:
-    """Return the bitmasks that answer the queries, from memory [masks of a step, words]."""
+    """Return the bitmasks that answer the queries, from memory [masks of a pass, words]."""
     return b"".join(
         bytes(memory[query.first : query.first + len(query.drafts) + 1]) for query in queries
     )
@@ -292,9 +297,10 @@ def run_rank(connection: Connection, pipe: Connection, engine: NextEngine) -> No
     except EOFError:  # the first rank has ended
         os._exit(0)
     except Exception as error:
-        text = str(error) if isinstance(error, LockstepError) else repr(error)
-        details = "" if isinstance(error, LockstepError) else traceback.format_exc()
-        reporter.report(Failed(text, details))
+        if isinstance(error, LockstepError):
+            reporter.report(Failed(str(error), "", type(error).__name__))
+        else:
+            reporter.report(Failed(repr(error), traceback.format_exc()))
         os._exit(1)
     os._exit(0)  # shutting the interpreter down takes seconds and frees nothing that matters
 

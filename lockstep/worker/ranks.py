@@ -12,7 +12,13 @@ from typing import Any, Protocol
 
 from lockstep.child_processes import on_end
 from lockstep.config import EngineConfig, Plan
-from lockstep.errors import ConfigError, LockstepError, RankError
+from lockstep.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    LockstepError,
+    RankError,
+)
 from lockstep.kernels.exchange import ALONE, RankGroup
 from lockstep.progress import Progress
 from lockstep.worker.agreement import check_identity, identity_of
@@ -54,6 +60,12 @@ IDLE_SECONDS = 10.0
 """Seconds that ranks have to leave an engine and to free its memory."""
 CAUSE_SECONDS = 5.0
 """Seconds that a failed exchange waits for the report of the rank that caused it."""
+
+REFUSALS: dict[str, type[LockstepError]] = {
+    kind.__name__: kind for kind in (ConfigError, CheckpointError, CapacityError)
+}
+"""Errors that all ranks raise at their start. The first rank may be the last of them, and its
+caller must get the same error in any order."""
 
 OnFailure = Callable[[str], None]
 
@@ -102,7 +114,8 @@ class RankHost(Protocol):
 class RankWatch:
     """State of the other ranks, by their reports.
 
-    hosts: of the ranks; more may be added. failure: which rank ended and why, once one has.
+    hosts: of the ranks; more may be added. failure: which rank ended and why, once one has. kind:
+    class of the failure's error.
     reports: of each rank, heartbeats left out. serving: heartbeats must arrive; loading has no
     limit. ending: end() was called. closing: reports count no more. thread: runs watch(). group: of
     all ranks. on_failure: called once with the failure, in the thread that sees it.
@@ -111,6 +124,7 @@ class RankWatch:
     size: int
     hosts: list[RankHost]
     failure: str | None = None
+    kind: type[LockstepError] = RankError
     failed: threading.Event = field(default_factory=threading.Event)
     reports: dict[int, list[Report]] = field(default_factory=dict)
     reported: threading.Condition = field(default_factory=threading.Condition)
@@ -121,13 +135,14 @@ class RankWatch:
     group: RankGroup = ALONE
     on_failure: OnFailure | None = None
 
-    def fail(self, rank: int, why: str) -> None:
+    def fail(self, rank: int, why: str, kind: type[LockstepError] = RankError) -> None:
         """Record the first failure and kill every rank: exchanges with them then fail too."""
         if self.closing:
             return
         with self.reported:  # call_on_failure() looks at both under the same lock
             is_first = self.failure is None
             if is_first:
+                self.kind = kind
                 self.failure = f"{self.name(rank)} (tensor_parallel_size) failed: {why}"
                 self.failed.set()
                 self.reported.notify_all()
@@ -144,9 +159,9 @@ class RankWatch:
         return f"rank {rank} of {self.size}{''.join(nodes)}"
 
     def check(self) -> None:
-        """Raise RankError if a rank has failed."""
+        """Raise RankError, or one of REFUSALS, if a rank has failed."""
         if self.failure is not None:
-            raise RankError(self.failure)
+            raise self.kind(self.failure)
 
     def watch(self) -> None:
         """Read reports, and watch ended and silent ranks, until one fails or close()."""
@@ -184,14 +199,15 @@ class RankWatch:
 
     def _take(self, rank: int, report: Report) -> None:
         if isinstance(report, Failed):
-            self.fail(rank, f"{report.error}\n{report.details}".strip())
+            kind = RankError if self.serving else REFUSALS.get(report.kind, RankError)
+            self.fail(rank, f"{report.error}\n{report.details}".strip(), kind)
         elif not isinstance(report, Beat):
             with self.reported:
                 self.reports.setdefault(rank, []).append(report)
                 self.reported.notify_all()
 
     def send(self, data: bytes) -> None:
-        """Send a pickled message to all ranks. Raises OSError or RankError."""
+        """Send a pickled message to all ranks. Raises OSError, and as check() does."""
         for host in self.hosts:
             host.send(data, self.check)
 
@@ -214,7 +230,7 @@ class RankWatch:
         try:
             self.check()
             self.send(pickle.dumps(Stop(stays=True)))
-        except (OSError, RankError):
+        except (OSError, LockstepError):
             return False
         self.group.close()
         with self.reported:
@@ -239,7 +255,7 @@ class RankWatch:
             # After a failure the connections are gone, and a node waits for the next engine.
             if isinstance(host, RemoteNode) and self.failure is None:
                 host.end(why)
-        with contextlib.suppress(OSError, RankError):
+        with contextlib.suppress(OSError, LockstepError):
             self.hosts[0].send(pickle.dumps(Stop()), self.check)
         self.group.close()
         for host in self.hosts:
@@ -251,7 +267,7 @@ class PeerRanks:
 
     Call order: the constructor waits for the other nodes and starts the ranks of this one, fits()
     waits until they are loaded, start() until they are ready; then send(). A rank that ends, raises
-    or hangs is a RankError in all of these.
+    or hangs is a RankError in all of these; one that refuses its settings raises one of REFUSALS.
     """
 
     def __init__(self, config: EngineConfig, hooks: CheckHooks, progress: Progress) -> None:
@@ -376,7 +392,7 @@ class PeerRanks:
             raise self.cause(error) from error
 
     def cause(self, error: Exception) -> Exception:
-        """Return the RankError that caused an error of an exchange, else the error itself.
+        """Return the error of a rank that caused that of an exchange, else the error itself.
 
         From then on the ranks count as failed: they are not in the same state any more.
         """
@@ -388,7 +404,7 @@ class PeerRanks:
         if failure is None:
             self._running.fail(0, str(error))
             return error
-        return RankError(failure)
+        return self._running.kind(failure)
 
     def abandon(self, why: str) -> None:
         """Give the ranks up: this rank left a step before its end."""

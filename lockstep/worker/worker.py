@@ -154,7 +154,7 @@ class Worker:
             self.uncaptured = with_step_threads(self.uncaptured, model)
         self.run_step = self.uncaptured
         self.prompt_buckets = plan.prompt_buckets
-        self.joint_steps = JointSteps(plan, model)
+        self.joint_steps = JointSteps(plan)
         memory.allocate(self.layers, plan.num_pages, plan.num_slots, plan.device)
         self.paged = memory.tensors(self.layers, StorageKind.PAGED)
         self.state = memory.tensors(self.layers, StorageKind.STATE)
@@ -263,24 +263,25 @@ class Worker:
 
         A pass without steps is not launched.
         """
+        uniform = StepShape.uniform(schedule.padded_rows, schedule.num_drafts + 1)
+        lengths = [chunk.length for chunk in schedule.prompt]
+        joint = None
+        if schedule.decode and schedule.prompt:
+            joint = self.joint_steps.join(uniform, lengths)
         decode: list[PlannedStep] = []
         forced: list[PlannedStep] = []
         prompt: list[PlannedStep] = []
         if schedule.decode:
-            shape = StepShape.uniform(schedule.padded_rows, schedule.num_drafts + 1)
+            shape = joint[0] if joint else uniform
             decode.append(self._planned(shape, schedule.decode))
         if schedule.forced:
             shape = forced_shape(self.plan, len(schedule.forced), schedule.forced_len)
             forced.append(self._planned(shape, schedule.forced))
-        is_joint = False
         if schedule.prompt:
-            lengths = [chunk.length for chunk in schedule.prompt]
-            joint = self.joint_steps.prompt_shape(decode[0].shape, lengths) if decode else None
-            is_joint = joint is not None
-            shape = joint or prompt_step(self.plan, lengths, self.prompt_buckets)
+            shape = joint[1] if joint else prompt_step(self.plan, lengths, self.prompt_buckets)
             row_ids = [chunk.row for chunk in schedule.prompt]
             prompt.append(self._planned(shape, row_ids, schedule.prompt))
-        return [forced, decode + prompt] if is_joint else [decode, forced, prompt]
+        return [forced, decode + prompt] if joint else [decode, forced, prompt]
 
     def _planned(
         self, shape: StepShape, row_ids: list[int], chunks: Sequence[PromptChunk] = ()
@@ -320,12 +321,12 @@ class Worker:
             inputs.fill(**step.columns)
         timer = StepTimer(self.plan.device)
         before_decide = []
-        begin = 0
+        num_masks = 0
         for step in steps:
             width = step.num_decided
-            before = self.grammar_masks.begin(step.row_ids, masked, width, fill_masks, begin)
+            before = self.grammar_masks.begin(step.row_ids, masked, width, fill_masks, num_masks)
             before_decide.append(before)
-            begin += len(step.row_ids) * width
+            num_masks += len(step.row_ids) * width
         launched = []
         for step, outcome in zip(steps, self._run(steps, before_decide), strict=True):
             launched_rows = self._prompt_rows if step.shape.prompt else self._uniform_rows
@@ -341,12 +342,12 @@ class Worker:
         """Capture a joint step on null rows, since capturing a step runs it twice."""
         # If this raises, later steps run without new graphs.
         self.joint_steps.may_capture = False
-        decode, prompt = self.table.pass_inputs
-        decode.fill()
-        prompt.fill(query_lens=[shapes[1].tokens])
+        decode, prompt = shapes
+        for inputs, lengths in zip(self.table.pass_inputs, ([], [prompt.tokens]), strict=True):
+            inputs.fill(query_lens=lengths)
         for _ in self.run_step.run(shapes, [do_nothing] * len(shapes)):
             pass
-        self.joint_steps.graphs.add(shapes)
+        self.joint_steps.graphs.add((decode, prompt))
         self.joint_steps.may_capture = True
 
     def _uniform_rows(self, step: PlannedStep, outcome: Outcome) -> list[LaunchedRow]:

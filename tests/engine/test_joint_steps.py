@@ -19,7 +19,8 @@ from lockstep.step import StepShape
 from lockstep.worker import executor
 from lockstep.worker.executor import executor_of, worker_of
 from lockstep.worker.hooks import CheckHooks
-from lockstep.worker.worker import LaunchedStep, Worker
+from lockstep.worker.rank_times import StepTimes, end_step_times, start_step_times
+from lockstep.worker.worker import LaunchedStep, PlannedStep, Worker
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, make_engine
 from tests.thread_ranks import ThreadRanks
 
@@ -83,12 +84,12 @@ def never_join(decode: StepShape, lengths: Sequence[int]) -> None:
 
 def join_never(worker: Worker) -> None:
     """Let a rank run all steps apart."""
-    worker.joint_steps.prompt_shape = never_join  # type: ignore[method-assign]
+    worker.joint_steps.join = never_join  # type: ignore[method-assign]
 
 
 def join(worker: Worker) -> None:
     """Undo join_never()."""
-    vars(worker.joint_steps).pop("prompt_shape", None)
+    vars(worker.joint_steps).pop("join", None)
 
 
 def run(
@@ -176,6 +177,28 @@ def test_draft_length_learns_no_time_from_joint_steps(llm: LLM) -> None:
         del worker.collect
     assert all(alone == has_time for alone, has_time in reported)
     assert {(True, True), (False, False)} == set(reported)
+
+
+def test_times_of_ranks_leave_joint_steps_out(llm: LLM) -> None:
+    worker = worker_of(llm.engine)
+    passes: list[tuple[bool, ...]] = []
+    launch = worker._launch
+
+    def counted(steps: list[PlannedStep], *arguments: Any) -> Any:
+        passes.append(tuple(step.shape.is_decode for step in steps))
+        return launch(steps, *arguments)
+
+    worker._launch = counted  # type: ignore[method-assign]
+    start_step_times(worker)
+    try:
+        llm.generate(PROMPTS * 2, [replace(GREEDY, max_tokens=3 + 2 * i) for i in range(8)])
+        times = worker.observers[-1]
+    finally:
+        del worker._launch
+        (mean_ms,) = end_step_times(worker)
+    assert isinstance(times, StepTimes) and mean_ms > 0
+    assert passes.count((True, False)) > 0
+    assert len(times.timers) == passes.count((True,)) > 0
 
 
 def test_preempted_rows_join_with_the_same_bits() -> None:

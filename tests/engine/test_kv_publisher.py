@@ -2,6 +2,7 @@
 
 import sys
 import time
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,10 +146,10 @@ def test_frames_and_maps(opened: Any) -> None:
 def test_arrays_have_the_same_fields_in_order(opened: Any) -> None:
     publisher, subscriber = opened(event_format="array")
     publisher.start(FACTS)
-    publisher.publish([LATER, REMOVED, BlocksCleared()])
+    publisher.publish([STORED, LATER, REMOVED, BlocksCleared()])
     wait_until(lambda: subscriber.replay(0) != [])
     _, events, _ = msgspec.msgpack.decode(subscriber.replay(0)[0][2])
-    assert events == [
+    assert events[1:] == [
         ["BlockStored", [9], 7, [5, 6], 2, 1, "CPU", "sql", [["sql"]], 1, "mamba"],
         ["BlockRemoved", [7], "GPU", 0],
         ["AllBlocksCleared"],
@@ -197,6 +198,40 @@ def test_a_full_queue_drops_and_clears_afterwards(opened: Any) -> None:
     events = [msgspec.msgpack.decode(frames[2])[1] for frames in subscriber.replay(3)]
     tags = [[event["type"] for event in batch] for batch in events]
     assert tags == [["AllBlocksCleared", "BlockRemoved"], ["BlockRemoved"]]
+
+
+def stored(number: int, parent: int | None, medium: str = "GPU") -> BlocksStored:
+    """Return the event of one page."""
+    return BlocksStored([number], parent, array("I", [1, 2]), [None], "", medium, 0)
+
+
+def test_blocks_after_a_dropped_one_are_withheld(opened: Any) -> None:
+    """Subscribers were told to forget their parents. They get them again with the whole prefix."""
+    publisher, subscriber = opened(max_queue_size=1)
+    publisher.publish([stored(1, None), stored(1, None, "CPU"), stored(2, 1)])
+    publisher.publish([stored(3, 2)])  # dropped
+    publisher.start(FACTS)
+    for number, events in enumerate(
+        [
+            [stored(4, 3), stored(5, 2), stored(6, None)],
+            [stored(7, 4), stored(8, 6), BlocksRemoved([6], "GPU", 0)],
+            [stored(9, 8), stored(10, 6), stored(1, None)],
+            [stored(11, 1, "CPU"), BlocksCleared(), stored(12, 1)],
+        ]
+    ):
+        wait_until(lambda number=number: len(subscriber.replay(0)) == number + 1)
+        publisher.publish(events)
+    publisher.publish([stored(13, 12)])  # nothing is left of it
+    wait_until(lambda: len(subscriber.replay(0)) == 5)
+    batches = [msgspec.msgpack.decode(frames[2])[1] for frames in subscriber.replay(1)]
+    published = [[event.get("block_hashes", event["type"]) for event in batch] for batch in batches]
+    assert published == [
+        ["AllBlocksCleared", [6]],
+        [[8], [6]],
+        [[9], [1]],
+        [[11], "AllBlocksCleared"],
+    ]
+    assert publisher.num_batches == 5
 
 
 def test_a_subscriber_that_does_not_read_slows_nothing(opened: Any) -> None:

@@ -32,9 +32,9 @@ FAULTS = (
     ),
     Fault(
         "one more prompt is admitted than a step computes", "scheduler", SCHEDULER,
-        "Scheduler._serve_queue",
-        "$fresh <= 0",
-        "$fresh < 0",
+        "Scheduler._plan_prompt",
+        "0 if $entry.has_begun else min($rest, self.min_chunk)",
+        "0",
         f"{OF_SCHEDULER}::test_admitted_prompts_have_a_chunk_in_the_same_schedule",
         "Of more prompts with a prefix hit than a step has chunks, one begins a schedule later. "
         "Its snapshot is not pinned then: with priorities and few snapshots it is overwritten.",

@@ -542,6 +542,42 @@ FAULTS = (
         f"{OF_JOINT}::test_joint_steps_change_no_bit",
     ),
     Fault(
+        "the time of a rank's decode steps includes joint steps", "worker", "worker.rank_times",
+        "StepTimes.before_step",
+        "self.timers.pop()\n"
+        "self.is_timing = False",
+        "pass",
+        f"{OF_JOINT}::test_times_of_ranks_leave_joint_steps_out",
+    ),
+    Fault(
+        "a joint step is captured on a row of a request", "worker", WORKER,
+        "Worker._capture_joint",
+        "$inputs.fill(query_lens=$lengths)",
+        "$inputs.fill(row_ids=[1], query_lens=$lengths)",
+        "tests/worker/test_joint_steps.py::test_capture_writes_null_rows_only",
+    ),
+    Fault(
+        "the masks of a joint step's prompts overwrite those of its decode step", "worker", WORKER,
+        "Worker._launch",
+        "$num_masks += len($step.row_ids) * $width",
+        "$num_masks += 0",
+        "tests/worker/test_grammar_masks.py::test_steps_of_one_pass_write_their_masks_apart",
+    ),
+    Fault(
+        "a joint step before its capture has no memory", "worker", "worker.memory_estimate",
+        "DryEngine._working",
+        '{"table": $table, "step": max($eager, $padded), "graphs": $graphs}',
+        '{"table": $table, "step": $eager, "graphs": $graphs}',
+        "tests/worker/test_dry_run.py::test_joint_steps_before_their_captures_have_memory",
+    ),
+    Fault(
+        "the logits of a joint graph's prompts take no memory", "worker", "worker.joint_steps",
+        "JointSteps._may_run",
+        "$logit_rows = sum($first.tokens + $second.rows for $first, $second in $passes)",
+        "$logit_rows = sum($first.tokens for $first, $second in $passes)",
+        "tests/worker/test_joint_steps.py::test_graphs_of_joint_steps_are_bounded",
+    ),
+    Fault(
         "the draft length learns the time of joint steps", "worker", WORKER, "Worker.collect",
         "if $step.shape.is_decode and not $step.is_joint: ...",
         "if $step.shape.is_decode: ...",

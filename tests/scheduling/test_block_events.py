@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from lockstep.cache.block_log import BlockEvent
+from lockstep.cache.block_log import BlockEvent, BlocksCleared
+from lockstep.cache.cache import Cache, CacheConfig
 from lockstep.cache.groups import CacheSeq
 from lockstep.engine.kv_publisher import BlockFormat, encode_event
 from lockstep.scheduling.schedule import Schedule
@@ -50,6 +51,7 @@ class Predictions:
         def predicted_admit(seq: CacheSeq, tokens: int, spare: int = 0) -> int | None:
             if events := log.drain():
                 self.index.apply(payload(events, self.form))
+                self.index.check()
             key = (seq.prompt, seq.cache_salt, seq.adapter)
             expected = self.index.match(*key) if seq.reuse else 0
             lacks_slot = False
@@ -72,6 +74,48 @@ class Predictions:
 
         cache.admit = predicted_admit  # type: ignore[method-assign]
         sched.schedule = schedule_after_reset  # type: ignore[method-assign]
+
+
+def test_a_reset_hides_what_a_running_row_adds_until_its_prefix_is_back() -> None:
+    """A subscriber that was told to forget the prefix does not know the parent of a later page."""
+    cache = Cache(CacheConfig(num_pages=20, page_size=PAGE))
+    log = cache.log_blocks()
+    index = PrefixIndex()
+    tokens = list(range(3 * PAGE + 1))
+    row, other = CacheSeq(tokens), CacheSeq(tokens[: PAGE + 1])
+    cache.admit(row, len(tokens))
+    cache.commit(row, PAGE)
+    cache.drop_cached()
+    cache.commit(row, 3 * PAGE)
+    assert log.drain() == [BlocksCleared()]
+    cache.admit(other, len(other.prompt))
+    cache.commit(other, PAGE)
+    index.apply(payload(log.drain(), "map"))
+    assert index.match(tokens) == 3 * PAGE
+    cache.check()
+
+
+def test_a_page_goes_with_its_evicted_parent() -> None:
+    """Two rows compute one prefix. The row whose copy is cached ends, and its page is evicted."""
+    cache = Cache(CacheConfig(num_pages=5, page_size=PAGE))
+    log = cache.log_blocks()
+    index = PrefixIndex()
+    tokens = list(range(2 * PAGE + 1))
+    first, second = CacheSeq(tokens[: PAGE + 1]), CacheSeq(tokens)
+    for seq in (first, second):
+        cache.admit(seq, PAGE)
+    for seq in (first, second):
+        cache.commit(seq, PAGE)
+    cache.reserve(second, 2 * PAGE)
+    cache.commit(second, 2 * PAGE)
+    index.apply(payload(log.drain(), "map"))
+    assert index.match(tokens) == 2 * PAGE
+    cache.release(first)
+    cache.reserve(second, 4 * PAGE)
+    index.apply(payload(log.drain(), "map"))
+    index.check()
+    assert index.match(tokens) == 0
+    cache.check()
 
 
 @pytest.mark.covering(strength=1)

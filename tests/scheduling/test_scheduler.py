@@ -169,22 +169,29 @@ def test_without_state_chunks_use_the_full_budget() -> None:
     drain(sched)
     add_request(sched, "b", 500)
     add_request(sched, "c", 500)
-    assert [c.length for c in step(sched).prompt] == [75, 75]
+    assert [c.length for c in step(sched).prompt] == [150]
 
 
 @pytest.mark.parametrize(
-    ("remaining", "budget", "shares"),
+    ("remaining", "minimum", "budget", "shares"),
     [
-        ([500, 500], 256, [128, 128]),
-        ([10, 500], 256, [10, 192]),
-        ([500, 10, 100], 256, [128, 10, 100]),
-        ([30], 256, [30]),
-        ([], 256, []),
-        ([65, 65, 65, 65], 256, [64, 64, 64, 64]),
+        ([500, 500], [0, 0], 256, [256, 0]),
+        ([500, 300], [0, 0], 256, [128, 128]),
+        ([10, 500], [0, 0], 256, [10, 192]),
+        ([500, 10, 100], [0, 0, 0], 256, [128, 10, 100]),
+        ([500, 200, 20], [0, 0, 0], 256, [128, 64, 20]),
+        ([500, 500, 500], [0, 0, 64], 256, [192, 0, 64]),
+        ([500, 10], [64, 10], 128, [64, 10]),
+        ([30], [0], 256, [30]),
+        ([], [], 256, []),
+        ([65, 65, 65, 65], [0] * 4, 256, [65, 65, 65, 0]),
+        ([500, 10], [0, 0], 64, [64, 0]),
     ],
 )
-def test_split_budget(remaining: list[int], budget: int, shares: list[int]) -> None:
-    assert split_budget(remaining, budget, 64) == shares
+def test_split_budget(
+    remaining: list[int], minimum: list[int], budget: int, shares: list[int]
+) -> None:
+    assert split_budget(remaining, minimum, budget, 64) == shares
 
 
 def test_long_prompt_does_not_starve_others() -> None:
@@ -210,10 +217,14 @@ def test_short_prompts_do_not_starve_a_long_one() -> None:
 def test_admitted_prompts_have_a_chunk_in_the_same_schedule() -> None:
     """The snapshot that a prompt resumes from is pinned in that schedule only."""
     sched = make(slots=8, max_num_batched_tokens=128)
-    requests = [add_request(sched, name, 100) for name in "abcdef"]
+    lengths = (100, 100, 300, 400, 200, 100, 500)
+    requests = [add_request(sched, f"r{index}", length) for index, length in enumerate(lengths)]
+    together = 0
     while not all(request.output_token_ids for request in requests):
         plan = step(sched)
         assert {one.row for one in plan.admissions} <= {chunk.row for chunk in plan.prompt}
+        together = max(together, len(plan.prompt))
+    assert together > 1
 
 
 def test_first_waiting_request_is_not_overtaken() -> None:

@@ -23,8 +23,8 @@ from lockstep.kernels.backends import load as load_backends
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.scheduling.chunks import FORCED_WINDOWS
 from lockstep.step import StepShape
-from lockstep.worker import memory_estimate
-from lockstep.worker.build import sized, step_limits
+from lockstep.worker import joint_steps, memory_estimate
+from lockstep.worker.build import largest_prompt_step, sized, step_limits
 from lockstep.worker.dry_run import (
     BLOCK_BYTES,
     AllocationCounter,
@@ -78,7 +78,7 @@ class ProgramWithAuxiliaryStates(Program):
 def test_results_of_a_step_include_auxiliary_hidden_states() -> None:
     """The graph of forward keeps them for that of decide."""
     size = step_bytes(ProgramWithAuxiliaryStates(), StepShape.uniform(1, 1))
-    assert (size.results, size.logits) == (3 * BLOCK_BYTES, BLOCK_BYTES)
+    assert size.results == 3 * BLOCK_BYTES
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def assumed_bytes(*shapes: StepShape) -> PassBytes:
     logits = sum(LOGITS * (shape.rows if shape.prompt else shape.tokens) for shape in shapes)
     results = HIDDEN * sum(shape.tokens for shape in shapes) + logits
     working = 5_000_000 if shapes[0].rows == 16 else 1_000_000
-    return PassBytes(results + working * len(shapes), results, logits)
+    return PassBytes(results + working * len(shapes), results)
 
 
 def limits_of(engine: DryEngine, rows: int, graphs: PromptGraphs) -> StepLimits:
@@ -272,30 +272,37 @@ def test_largest_step_is_one_that_runs_without_a_graph(folder: Path) -> None:
         limits = replace(limits_of(engine, 16, graphs), **settings)
         return [(shape.rows, shape.tokens) for shape in engine.largest_pass(limits)]
 
-    engine.min_eager_tokens = 513
     assert largest_pass(PromptGraphs(512, 0)) == [(4, 256)], "forced tokens have the most logits"
     # A joint step runs once before it is captured.
     assert largest_pass(PromptGraphs(512, 2)) == [(16, 64), (8, 512)]
     for mode in ("none", "piecewise"):
         assert largest_pass(PromptGraphs(0, 0), graph_mode=mode) == [(16, 64)]
-    engine.min_eager_tokens = 512
-    assert largest_pass(PromptGraphs(512, 0)) == [(16, 64), (1, 512)], "a long prompt's step joins"
+
+
+def test_joint_steps_before_their_captures_have_memory(folder: Path) -> None:
+    """They run eagerly next to the memory of the graphs, and many rows take more than prompts."""
+    engine = dry_engine_of(folder)
+    limits = sized(engine.limits, engine.config, 64, 64)
+    decode = StepShape.uniform(64, limits.query_len)
+    joint = engine.pass_bytes(decode, padded_prompt_step(limits, 64)).peak
+    prompt = engine.pass_bytes(largest_prompt_step(limits)[1]).peak
+    assert prompt < joint <= engine.working(64, 64, PROMPT_GRAPHS[0])["step"]
 
 
 @pytest.mark.parametrize("tokens", [128, 256, 512])
-def test_planned_memory_holds_the_results_of_joint_graphs(folder: Path, tokens: int) -> None:
+def test_planned_memory_holds_the_results_of_joint_graphs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
     """Their logits follow rows, which a step of few prompt tokens has as many of."""
-    engine = dry_engine_of(folder)
-    limits = limits_of(engine, 16, PromptGraphs(512, 6))
+    monkeypatch.setattr(joint_steps, "USES_BEFORE_CAPTURE", 0)
+    limits = limits_of(dry_engine_of(folder), 16, PromptGraphs(512, 6))
     without = graph_bytes(replace(limits, joint_graphs=0), assumed_bytes)
     planned = graph_bytes(limits, assumed_bytes).results - without.results
-    joint = JointSteps(limits, engine.model)
-    joint.min_eager_tokens = 1 << 20
-    captured = []
+    steps = JointSteps(limits)
     for decode in uniform_shapes(limits):
-        for length in range(tokens, 0, -128):
-            prompt = joint.prompt_shape(decode, [length])
-            if prompt is not None:
-                joint.graphs.add((decode, prompt))
-                captured.append(assumed_bytes(decode, prompt).results)
-    assert len(captured) > 6 and sum(captured) <= planned
+        for length in range(tokens, 0, -64):
+            pair = steps.join(decode, [length])
+            if pair is not None:
+                steps.graphs.add(pair)
+    results = [assumed_bytes(*pair).results for pair in steps.graphs]
+    assert len(results) > 6 and sum(results) <= planned

@@ -9,11 +9,12 @@ import pytest
 
 from lockstep import LLM
 from lockstep.scheduling.draft_length import RandomDraftLength
-from lockstep.scheduling.grammar import GrammarMasks
+from lockstep.scheduling.grammar import FillMasks, GrammarMasks, MaskQuery
 from lockstep.scheduling.request import NO_TOKEN, Request
 from lockstep.worker.executor import worker_of
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.program import do_nothing
+from lockstep.worker.rank_process import read_masks
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, make_engine
 from tests.masks import allows
 
@@ -188,6 +189,38 @@ def test_steps_without_grammar_fill_no_masks(monkeypatch: pytest.MonkeyPatch) ->
     run(llm, [None, 2])
     assert seen
     assert not any(hook is do_nothing for hook in seen)
+
+
+def test_steps_of_one_pass_write_their_masks_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU may still copy the decode step's masks when the host writes those of the prompts."""
+    llm = make_engine(None, max_num_seqs=2)
+    worker = worker_of(llm.engine)
+    launch = worker._launch
+    num_fills: list[int] = []
+
+    def watched(steps: Any, masked: Any, fill_masks: FillMasks) -> Any:
+        filled: list[tuple[Sequence[MaskQuery], bytes]] = []
+
+        def fill(queries: Sequence[MaskQuery], memory: memoryview) -> frozenset[str]:
+            free = fill_masks(queries, memory)
+            filled.append((queries, read_masks(queries, memory)))
+            return free
+
+        launched = launch(steps, masked, fill)
+        num_fills.append(len(filled))
+        for queries, bitmasks in filled:
+            assert read_masks(queries, worker.grammar_masks.memory) == bitmasks
+        return launched
+
+    monkeypatch.setattr(worker, "_launch", watched)
+    requests = []
+    for index in range(6):
+        params = replace(GREEDY, max_tokens=3 + 2 * index)
+        (request,) = llm.processor.requests(f"r{index}", PROMPTS[index % 4], params)
+        request.grammar = HistoryGrammar(index, llm.engine.vocab_size)
+        requests.append(request)
+    llm.engine.run(requests, lambda request: None)
+    assert 2 in num_fills
 
 
 class NeverFreeGrammar(HistoryGrammar):

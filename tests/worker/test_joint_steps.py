@@ -1,4 +1,4 @@
-"""Choice of joint steps: on a GPU as bounded graphs, or eagerly where long prompts bind it."""
+"""Choice of joint steps: on a GPU as graphs, whose number and memory are bounded."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,14 +7,16 @@ import pytest
 import torch
 
 from lockstep import LLM
+from lockstep.check.scenarios.inventory import tensors_of
 from lockstep.config import PADDED_PROMPTS, StepLimits
+from lockstep.sampling_params import StructuredOutputsParams
 from lockstep.step import JointContext, StepContext, StepShape
 from lockstep.worker import joint_steps
 from lockstep.worker.executor import worker_of
-from lockstep.worker.joint_steps import JointSteps, joint_buckets, max_graphs
+from lockstep.worker.joint_steps import JointSteps
 from lockstep.worker.program import RunStep, do_nothing
 from lockstep.worker.worker import Worker
-from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, assert_idle
+from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, assert_idle, make_engine
 
 DECODE = StepShape.uniform(2, 1)
 
@@ -23,75 +25,111 @@ DECODE = StepShape.uniform(2, 1)
 def limits(plain: LLM) -> StepLimits:
     """Return limits of a GPU whose steps of few prompts run as graphs."""
     plan = plain.engine.plan
-    graphs = {"prompt_buckets": (64, 256), "joint_graphs": 6}
-    return replace(plan, device="cuda", graph_mode="full", **graphs)
+    settings = {"device": "cuda", "graph_mode": "full", "prompt_buckets": (64, 256)}
+    settings["joint_graphs"] = 6
+    return replace(plan, **settings, row_buckets=(1, 2, 4), max_num_seqs=4)
 
 
 @pytest.fixture
-def steps(plain: LLM, limits: StepLimits) -> JointSteps:
-    """Return the choice of an engine with these limits."""
-    return JointSteps(limits, worker_of(plain.engine).model)
+def at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let joint steps be captured when they are first needed."""
+    monkeypatch.setattr(joint_steps, "USES_BEFORE_CAPTURE", 0)
 
 
-def test_prompts_are_padded_to_multiples_of_128(limits: StepLimits) -> None:
-    assert joint_buckets(limits) == (64, 128, 256)
-    assert joint_buckets(replace(limits, prompt_buckets=())) == ()
-    assert joint_buckets(replace(limits, joint_graphs=0)) == (), "the plan has no memory for them"
+@pytest.mark.usefixtures("at_first_use")
+def test_tokens_of_joint_graphs_are_multiples_of_a_tile(limits: StepLimits) -> None:
+    steps = JointSteps(limits)
+    for lengths, tokens in (([70, 30], 128), ([126], 128), ([127], 256), ([20] * 7, 256)):
+        pair = steps.join(DECODE, lengths)
+        assert pair is not None and pair[1].padded
+        assert sum(shape.tokens for shape in pair) == tokens
+    assert steps.join(DECODE, [255]) is None, "more than the largest prompt graph"
+    assert steps.join(DECODE, [20] * (PADDED_PROMPTS + 1)) is None
 
 
-def test_steps_join_as_a_graph_or_with_long_prompts(steps: JointSteps) -> None:
-    steps.min_eager_tokens = 300
-    padded = steps.prompt_shape(DECODE, [70, 30])
-    assert padded is not None and padded.padded and padded.tokens == 128
-    # More prompts than a padded step has, or more tokens: only long ones join, without padding.
-    assert steps.prompt_shape(DECODE, [20] * (PADDED_PROMPTS + 1)) is None
-    eager = steps.prompt_shape(DECODE, [50] * (PADDED_PROMPTS + 1))
-    assert eager is not None and (eager.padded, eager.tokens, eager.rows) == (False, 400, 8)
-    assert not steps.needs_capture((DECODE, eager))
-    assert steps.prompt_shape(DECODE, [299]) is None
-
-
-def test_graphs_of_joint_steps_are_bounded(
-    steps: JointSteps, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("at_first_use")
+@pytest.mark.parametrize(
+    ("buckets", "rows"),
+    [
+        ((1, 2, 3, 4, 6, 8, 12), {1: 1, 2: 3, 3: 3, 4: 6, 6: 6, 8: 12, 12: 12}),
+        ((5, 6), {5: 6, 6: 6}),
+        ((9,), {9: 9}),
+    ],
+)
+def test_decode_steps_are_padded_to_few_row_counts(
+    limits: StepLimits, buckets: tuple[int, ...], rows: dict[int, int]
 ) -> None:
-    steps.min_eager_tokens = 1 << 20
-    monkeypatch.setattr(joint_steps, "max_graphs", lambda limits: 2)
-    for lengths in ([10], [100]):
-        shape = steps.prompt_shape(DECODE, lengths)
-        assert shape is not None and steps.needs_capture((DECODE, shape))
-        steps.graphs.add((DECODE, shape))
-        assert not steps.needs_capture((DECODE, shape))
-    assert steps.prompt_shape(DECODE, [200]) is None, "two graphs at most"
-    assert steps.prompt_shape(DECODE, [20]) is not None, "captured ones stay"
-    monkeypatch.undo()
-    assert max_graphs(steps.limits) > 9
-    assert steps.prompt_shape(DECODE, [200]) is not None
-    steps.limits = replace(steps.limits, joint_graphs=1)
-    assert steps.prompt_shape(DECODE, [200]) is None, "results of one largest step at most"
+    steps = JointSteps(replace(limits, row_buckets=buckets))
+    for bucket, expected in rows.items():
+        pair = steps.join(StepShape.uniform(bucket, 3), [100])
+        assert pair is not None and pair[0] == StepShape.uniform(expected, 3)
+
+
+def test_steps_run_apart_until_their_shapes_are_used_often(limits: StepLimits) -> None:
+    steps = JointSteps(limits)
+    for _ in range(joint_steps.USES_BEFORE_CAPTURE):
+        assert steps.join(DECODE, [100]) is None
+    pair = steps.join(DECODE, [100])
+    assert pair is not None and steps.needs_capture(pair)
+    assert steps.join(DECODE, [200]) is None, "another one"
+
+
+@pytest.mark.usefixtures("at_first_use")
+def test_graphs_of_joint_steps_are_bounded(
+    limits: StepLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = JointSteps(limits)
+    monkeypatch.setattr(joint_steps, "max_graphs", lambda limits: 1)
+    pair = steps.join(DECODE, [10])
+    assert pair is not None and steps.needs_capture(pair)
+    steps.graphs.add(pair)
+    assert not steps.needs_capture(pair)
+    assert steps.join(DECODE, [200]) is None, "one graph at most"
+    assert steps.join(DECODE, [20]) is not None, "captured ones stay"
+    monkeypatch.setattr(joint_steps, "max_graphs", lambda limits: 9)
+    assert steps.join(DECODE, [200]) is not None
+    # Graphs keep rows of logits: of 1 or 2 decoding rows, of 4 prompts and of the null row. Two
+    # graphs have 13, and 20 with a third one. The memory of two largest ones holds 18.
+    steps.limits = replace(limits, joint_graphs=2)
+    second = steps.join(StepShape.uniform(1, 1), [100])
+    assert second is not None
+    steps.graphs.add(second)
+    assert steps.join(DECODE, [200]) is None
+    steps.graphs.remove(second)
+    assert steps.join(DECODE, [200]) is not None
+    steps.limits = replace(limits, joint_graphs=1)
+    assert steps.join(DECODE, [200]) is None, "results of one largest step at most"
     steps.graphs.clear()
-    assert steps.prompt_shape(DECODE, [200]) is not None
+    assert steps.join(DECODE, [200]) is not None
     steps.may_capture = False
-    assert steps.prompt_shape(DECODE, [200]) is None, "a capture failed"
+    assert steps.join(DECODE, [200]) is None, "a capture failed"
 
 
-def test_without_whole_graphs_only_long_prompts_join(plain: LLM, limits: StepLimits) -> None:
-    model = worker_of(plain.engine).model
-    for mode in ("none", "piecewise"):
-        steps = JointSteps(replace(limits, graph_mode=mode), model)
-        assert steps.min_eager_tokens > 1000
-        assert steps.prompt_shape(DECODE, [60]) is None
-        assert steps.prompt_shape(DECODE, [steps.min_eager_tokens]) is not None
+@pytest.mark.usefixtures("at_first_use")
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"graph_mode": "none"},
+        {"graph_mode": "piecewise"},
+        {"prompt_buckets": ()},
+        {"joint_graphs": 0},
+    ],
+    ids=str,
+)
+def test_without_graphs_of_prompts_no_steps_join(limits: StepLimits, changed: Any) -> None:
+    steps = JointSteps(replace(limits, **changed))
+    assert steps.join(DECODE, [60]) is None
 
 
 def joined_as_graphs(worker: Worker, limits: StepLimits) -> JointSteps:
     """Let a worker on a CPU choose joint steps as for graphs."""
-    steps = JointSteps(limits, worker.model)
-    steps.min_eager_tokens = 1 << 20
+    steps = JointSteps(limits)
     worker.joint_steps = steps
     worker.run_step = RunStep(*worker.uncaptured)
     return steps
 
 
+@pytest.mark.usefixtures("at_first_use")
 def test_capture_of_joint_steps_changes_no_answer(
     llm: LLM, plain: LLM, limits: StepLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +149,49 @@ def test_capture_of_joint_steps_changes_no_answer(
         assert answer(output) == answer(plain.generate(prompt, one)[0])
 
 
+def live_bytes(worker: Worker) -> list[bytes]:
+    """Return the bytes of all tensors of a worker, without null rows, null units and inputs."""
+    plan = worker.plan
+    inputs = {i.storage.untyped_storage().data_ptr() for i in worker.table.pass_inputs}
+    sizes = (plan.max_num_seqs + 1, plan.num_pages, plan.num_slots)
+    values = []
+    for tensor in tensors_of(worker):
+        if tensor.dim() and tensor.untyped_storage().data_ptr() not in inputs:
+            live = tensor[1:] if len(tensor) in sizes else tensor
+            values.append(live.contiguous().view(torch.uint8).numpy().tobytes())
+    return values
+
+
+@pytest.mark.usefixtures("at_first_use")
+@pytest.mark.parametrize("drafter", ["mtp", "suffix"])
+def test_capture_writes_null_rows_only(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, pages, slots, masks and the tables of the drafter keep their values."""
+    llm = make_engine(drafter, steps_in_flight=2)
+    worker = worker_of(llm.engine)
+    limits = replace(llm.engine.plan, device="cuda", graph_mode="full", prompt_buckets=(64, 256))
+    limits = replace(limits, joint_graphs=6)
+    joined_as_graphs(worker, limits)
+    capture = worker._capture_joint
+    num_running: list[int] = []
+
+    def watched(shapes: tuple[StepShape, ...]) -> None:
+        before = live_bytes(worker)
+        capture(shapes)
+        assert live_bytes(worker) == before
+        num_running.append(len(llm.engine.scheduler.running))
+
+    monkeypatch.setattr(worker, "_capture_joint", watched)
+    pattern = StructuredOutputsParams(regex=r"[a-z ]{6,40}\.")
+    params = [
+        replace(GREEDY if index % 2 else SEEDED, max_tokens=4 + 3 * index, presence_penalty=0.5)
+        for index in range(8)
+    ]
+    params[2] = replace(params[2], ignore_eos=False, structured_outputs=pattern)
+    llm.generate(PROMPTS * 2, params)
+    assert num_running and min(num_running) > 1
+
+
+@pytest.mark.usefixtures("at_first_use")
 def test_failed_capture_ends_captures_and_no_request(
     llm: LLM, limits: StepLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:

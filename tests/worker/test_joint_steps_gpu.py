@@ -1,4 +1,4 @@
-"""On a GPU, joint steps give the bits of separate steps, as graphs and eagerly."""
+"""On a GPU, joint steps give the bits of separate steps."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from lockstep import LLM, SamplingParams
+from lockstep.worker import joint_steps
 from lockstep.worker.executor import worker_of
 from tests.bundled_model import GREEDY, SEEDED, answer
 
@@ -44,7 +45,10 @@ def generate(llm: LLM) -> list[Any]:
 
 
 @pytest.mark.parametrize("drafter", [None, MTP], ids=["none", "mtp"])
-def test_joint_graphs_change_no_bit(drafter: dict[str, Any] | None) -> None:
+def test_joint_graphs_change_no_bit(
+    drafter: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joint_steps, "USES_BEFORE_CAPTURE", 0)
     expected = generate(build("none", None))
     llm = build("full", drafter)
     steps = worker_of(llm.engine).joint_steps
@@ -54,13 +58,3 @@ def test_joint_graphs_change_no_bit(drafter: dict[str, Any] | None) -> None:
     # The same load needs no further graph.
     assert generate(llm) == expected
     assert steps.graphs == graphs
-
-
-@pytest.mark.parametrize("graph", ["none", "piecewise", "full"])
-def test_eager_joint_steps_change_no_bit(graph: str) -> None:
-    expected = generate(build("none", None))
-    llm = build(graph, MTP, prompt_buckets=())
-    steps = worker_of(llm.engine).joint_steps
-    steps.min_eager_tokens = 1
-    assert generate(llm) == expected
-    assert not steps.graphs

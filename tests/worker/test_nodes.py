@@ -328,12 +328,20 @@ def joined_node() -> Iterator[tuple[RemoteNode, Link]]:
         b"R\x01\x00\x00\x00" + pickle.dumps(Joined({"release": []})),  # type: ignore[dict-item]
         b"R\x01\x00\x00\x00" + pickle.dumps(Joined([])),  # type: ignore[arg-type]
         b"R\x01\x00\x00\x00" + pickle.dumps(Failed([], "")),  # type: ignore[arg-type]
+        b"R\x01\x00\x00\x00" + pickle.dumps(Failed("", "", [])),  # type: ignore[arg-type]
         b"R\x01\x00\x00\x00" + b"Nr\xff\xff\xff\xff.",  # a memo of 64 GB
         b"R" + b"x" * node_link.MAX_REPORT_BYTES,
     ],
     ids=[
         *("empty", "no report", "no pickle", "other rank", "text", "function"),
-        *("identity of lists", "no identity", "error of lists", "memo", "too long"),
+        *(
+            "identity of lists",
+            "no identity",
+            "error of lists",
+            "kind of lists",
+            "memo",
+            "too long",
+        ),
     ],
 )
 def test_a_report_that_cannot_be_read_fails_the_node(frame: bytes) -> None:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,15 @@ from lockstep import LLM
 from lockstep.cli.show import summary
 from lockstep.config import EngineConfig
 from lockstep.engine_builder import build_engine
-from lockstep.errors import ConfigError, EngineDeadError, LockstepError, RankError
+from lockstep.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    LockstepError,
+    RankError,
+)
+from lockstep.kernels.exchange import RankGroup
 from lockstep.scheduling.grammar import FillMasks
 from lockstep.scheduling.schedule import Schedule
 from lockstep.spec.drafter import DraftContext
@@ -28,6 +38,7 @@ from lockstep.worker.executor import executor_of
 from lockstep.worker.hooks import CheckHooks
 from lockstep.worker.program import Drafter
 from lockstep.worker.rank_pool import RankPool, RankProcess
+from lockstep.worker.rank_process import Failed, make_group
 from lockstep.worker.worker import LaunchedStep, Worker
 from tests.bundled_model import GREEDY, PROMPTS, SEEDED, answer, make_engine
 from tests.thread_ranks import ThreadRanks
@@ -259,8 +270,34 @@ def test_sizes_that_do_not_divide_the_heads_are_refused(monkeypatch: pytest.Monk
         make_engine(None, tensor_parallel_size=4)
 
 
+@pytest.mark.parametrize("kind", [ConfigError, CheckpointError, CapacityError, RankError])
+def test_the_refusal_of_a_rank_is_the_error_of_one_rank(kind: type[LockstepError]) -> None:
+    """Every rank refuses a setting. Whichever does so first, the caller gets the same error."""
+    watch = ranks.RankWatch(4, [])
+    watch._take(2, Failed("size=4 is not allowed", "", kind.__name__))
+    with pytest.raises(kind, match=r"rank 2 of 4 .* failed: size=4 is not allowed"):
+        watch.check()
+    error = RuntimeError("the exchange was closed")
+    peers: Any = SimpleNamespace(_running=watch)
+    assert type(ranks.PeerRanks.cause(peers, error)) is kind
+    serving = ranks.RankWatch(4, [], serving=True)
+    serving._take(2, Failed("a step failed", "", kind.__name__))
+    with pytest.raises(RankError):
+        serving.check()
+
+
 @pytest.mark.slow
-def test_refused_sizes_leave_no_process(memory_files: None) -> None:
+def test_refused_sizes_leave_no_process(
+    memory_files: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the other ranks refuse the size while the first one still joins them."""
+
+    def join_late(*arguments: Any) -> RankGroup:
+        group = make_group(*arguments)
+        time.sleep(2.0)
+        return group
+
+    monkeypatch.setattr(ranks, "make_group", join_late)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=4 .* allowed: 1, 2, 3, 6"):
         make_engine(None, tensor_parallel_size=4)
     assert not [p for p in multiprocessing.active_children() if p.name.startswith("lockstep-rank")]

@@ -133,7 +133,7 @@ def phase_of(engine: Engine, request_id: str) -> str:
     if not entry.row:
         return WAITING
     if entry.in_prompt:
-        return IN_PROMPT if entry.last_chunk_tick >= 0 else ""
+        return IN_PROMPT if entry.has_begun else ""
     if not entry.request.output_token_ids:
         return AFTER_PROMPT
     return "" if entry.will_finish else IN_ANSWER

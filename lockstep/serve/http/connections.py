@@ -7,6 +7,7 @@ been idle for longest is closed.
 
 import asyncio
 import math
+import re
 from typing import Any
 
 import h11
@@ -32,6 +33,8 @@ LONG_HEAD = f"a head of more than {MAX_HEAD_BYTES} bytes; send fewer or shorter 
 MAX_CHUNKS = 16_384
 """Maximum chunks of a body. Each takes about 5 us, however short it is."""
 _CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
+_ABSOLUTE_TARGET = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE | re.DOTALL)
+"""Pattern of a request target in absolute form: the host with its port, the path with its query."""
 _LINE_BYTES = 4
 """Bytes of a header line besides its name and value: the colon, a space, CR and LF."""
 
@@ -39,7 +42,8 @@ _LINE_BYTES = 4
 class _BoundedConnection(h11.Connection):
     """h11's connection with limits of heads and chunks, and a fast path for chunks of responses.
 
-    fault_status, fault: status and message of the response to an invalid request.
+    fault_status, fault: status and message of the response to an invalid request. is_head: the
+    latest request was HEAD, whose response has no body.
     """
 
     def __init__(self, max_dropped_bytes: int = MAX_DROPPED_BYTES) -> None:
@@ -47,6 +51,7 @@ class _BoundedConnection(h11.Connection):
         self._max_dropped_bytes = max_dropped_bytes
         self.fault_status = 400
         self.fault = ""
+        self.is_head = False
         self._chunks = 0
         self._dropped_bytes = 0
         self._in_chunks = False
@@ -57,6 +62,8 @@ class _BoundedConnection(h11.Connection):
         try:
             event = super().next_event()
             self._check(event)
+            if isinstance(event, h11.Request):
+                event = _in_origin_form(event)
         except h11.RemoteProtocolError as error:
             # Only errors of a head have different statuses: h11 gives an overlong chunk line 431
             # too.
@@ -70,6 +77,7 @@ class _BoundedConnection(h11.Connection):
     def _check(self, event: Any) -> None:
         """Raise RemoteProtocolError for a version, a head or a body that is not allowed."""
         if isinstance(event, h11.Request):
+            self.is_head = event.method == b"HEAD"
             self._chunks = 0
             self._dropped_bytes = 0
             if not event.http_version.startswith(b"1."):
@@ -108,6 +116,27 @@ class _BoundedConnection(h11.Connection):
         """
         unread = self.their_state in (h11.SEND_BODY, h11.ERROR)
         return unread or bool(self.trailing_data[0])
+
+
+def _in_origin_form(head: h11.Request) -> h11.Request:
+    """Return a head whose target is a path: GET http://HOST/PATH becomes GET /PATH of HOST.
+
+    The host of the target replaces the header (RFC 9112, section 3.2.2). Raises
+    RemoteProtocolError for a target without a host, and for one with a user (RFC 9110, 4.2).
+    """
+    match = _ABSOLUTE_TARGET.fullmatch(head.target)
+    if match is None:
+        return head
+    host, path = match.groups()
+    if b"@" in host or host.partition(b":")[0] == b"":
+        raise h11.RemoteProtocolError("the target names no host, or a user", 400)
+    headers = [header for header in head.headers if header[0] != b"host"]
+    return h11.Request(
+        method=head.method,
+        headers=[(b"host", host), *headers],
+        target=path if path.startswith(b"/") else b"/" + path,
+        http_version=head.http_version,
+    )
 
 
 def _head_bytes(head: h11.Request) -> int:
@@ -203,6 +232,14 @@ class BoundedProtocol(H11Protocol):
             self._wait_for_head(self.head_seconds)
         super().data_received(data)
 
+    def _should_upgrade(self) -> bool:
+        """Return False: an offer of another protocol is ignored.
+
+        Java's HttpClient offers HTTP/2 with its first request. uvicorn would log two warnings, and
+        the advice to install a package for WebSockets.
+        """
+        return False
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all timers."""
         self._stop_head_timer()
@@ -280,7 +317,9 @@ class BoundedProtocol(H11Protocol):
         if status in RETRY_AFTER:
             headers.append((b"retry-after", RETRY_AFTER[status].encode()))
         head = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
-        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+        # Before the next head is read, our state is IDLE.
+        is_head = self.conn.our_state is h11.SEND_RESPONSE and self.conn.is_head
+        for event in (head, h11.Data(data=b"" if is_head else body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event))
 
     def drop_rest(self) -> None:

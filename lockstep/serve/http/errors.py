@@ -27,6 +27,8 @@ from lockstep.errors import (
 
 log = logging.getLogger("lockstep.serve")
 
+LOGGED_ERROR = "lockstep.logged_error"
+"""Key of the scope: the unexpected error that was logged. No outer layer logs it again."""
 MAX_SHOWN_CHARACTERS = 200
 """Maximum characters of a client's own text that a message repeats."""
 
@@ -181,8 +183,10 @@ def add_error_handlers(app: FastAPI) -> None:
     """Answer every error of the application with an error object."""
 
     async def on_error(request: Request, error: Exception) -> Response:
-        # After an unexpected error uvicorn closes the connection, so no request may follow on it.
         is_unexpected = not isinstance(error, LockstepError)
+        if is_unexpected:
+            request.scope[LOGGED_ERROR] = error
+        # No request may follow on the connection: the state of this one is unknown.
         return error_response(*status_and_body(error), request.scope, close=is_unexpected)
 
     async def on_invalid_body(request: Request, error: Exception) -> Response:

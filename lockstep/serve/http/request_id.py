@@ -2,7 +2,7 @@
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lockstep.serve.http.errors import is_anthropic
+from lockstep.serve.http.errors import LOGGED_ERROR, is_anthropic
 from lockstep.serve.http.request_context import REQUEST_CONTEXT, Header, RequestContext
 
 SEND_BODY = "lockstep.send_body"
@@ -12,6 +12,8 @@ and each would cost time for every event of a stream."""
 
 class RequestIdMiddleware:
     """ASGI middleware that sets REQUEST_CONTEXT and adds the request's id to the response.
+
+    It ends the unexpected errors that were logged.
 
     root_path: path prefix under which a proxy publishes the server.
     """
@@ -37,7 +39,12 @@ class RequestIdMiddleware:
                 message = {**message, "headers": [*message.get("headers", ()), *id_headers]}
             await send(message)
 
-        await self.app(scope, receive, send_with_id)
+        try:
+            await self.app(scope, receive, send_with_id)
+        except Exception as error:
+            # Starlette raises what its handler has answered. uvicorn would log it a second time.
+            if scope.get(LOGGED_ERROR) is not error:
+                raise
 
 
 def _id_headers(context: RequestContext, scope: Scope) -> list[Header]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, StrictBool, ValidationError, WithJsonSchema
+from pydantic import Field, PrivateAttr, StrictBool, StrictInt, ValidationError, WithJsonSchema
 
 from lockstep.errors import RequestError, brief
 from lockstep.sampling_params import SamplingParams, StructuredOutputsParams
@@ -361,4 +361,4 @@ class DetokenizeRequest(Body):
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: list[int] = Field(fail_fast=True, max_length=MAX_IDS)
+    tokens: list[StrictInt] = Field(fail_fast=True, max_length=MAX_IDS)

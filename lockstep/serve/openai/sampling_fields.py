@@ -7,7 +7,7 @@ its first invalid entry. Unknown fields are kept: unsupported_fields says which 
 import uuid
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, WithJsonSchema
+from pydantic import Field, StrictInt, WithJsonSchema
 
 from lockstep.errors import RequestError
 from lockstep.inputs import MAX_SALT
@@ -108,10 +108,10 @@ class SamplerFields(GenerationFields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     stop: Stop = None
-    stop_token_ids: list[int] | None = Field(None, fail_fast=True, max_length=MAX_STOP_IDS)
+    stop_token_ids: list[StrictInt] | None = Field(None, fail_fast=True, max_length=MAX_STOP_IDS)
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    allowed_token_ids: list[int] | None = Field(None, fail_fast=True, max_length=MAX_IDS)
+    allowed_token_ids: list[StrictInt] | None = Field(None, fail_fast=True, max_length=MAX_IDS)
     bad_words: list[str] | None = Field(None, fail_fast=True, max_length=MAX_BAD_WORDS)
     logit_bias: Bias | None = None
     skip_special_tokens: bool | None = None
@@ -156,7 +156,9 @@ class SamplingFields(SamplerFields):
     n: int | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
-    forced_token_ids: list[int] | None = Field(None, fail_fast=True, max_length=MAX_FORCED_TOKENS)
+    forced_token_ids: list[StrictInt] | None = Field(
+        None, fail_fast=True, max_length=MAX_FORCED_TOKENS
+    )
     forced_mismatch: str | None = None
     scored_from: int | None = None
     request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")

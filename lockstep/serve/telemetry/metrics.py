@@ -103,7 +103,7 @@ _RATIO_BUCKETS = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 5.0, 10.0, 30.0
 _STEPS = {
     "seconds": (
         "decode_step_seconds",
-        "Duration of a decode step, measured by the device.",
+        "Duration of a decode step without prompts, measured by the device.",
         _SHORT_SECONDS,
     ),
     "over_floor": (

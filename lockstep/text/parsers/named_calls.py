@@ -133,7 +133,9 @@ class NamedCalls(CallParser):
         """Read what follows arguments: a closing tag, or the next call of a section."""
         if text.strip(self.FILLER) and self._in_calls:
             self._header.clear()
-            self._release("section", text, marker)
+            # However the text is cut, what may follow arguments is no part of the next name.
+            self._raw = ["".join(self._raw).lstrip(self.FILLER)]
+            self._release("section", text.lstrip(self.FILLER), marker)
         elif text.strip(self.FILLER):
             self._fail("text after the arguments", text, marker)
         elif marker in self.CLOSERS:

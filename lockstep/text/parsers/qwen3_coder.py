@@ -2,7 +2,8 @@
 
 <tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>, each tag on
 its own line. Values are raw text, typed by the tool's schema. Missing closing tags are tolerated.
-Text at a wrong place is content. Tags inside of a JSON string are text.
+Text at a wrong place is content. If it is inside of a call, it follows the call: the APIs stream a
+call as one block. Tags inside of a JSON string are text.
 """
 
 import re
@@ -105,6 +106,7 @@ class Qwen3CoderParser(CallParser):
         self._quotes = Quotes()
         self._started = False
         self._strayed = False  # text outside of parameters was reported
+        self._strays: list[str] = []  # text outside of parameters of the current call
         self._newline = (
             False  # a value's final newline is delayed: it may belong to the closing tag
         )
@@ -255,7 +257,22 @@ class Qwen3CoderParser(CallParser):
                 return
             self._strayed = True
             self._events.append(CallError(why))
-        self._content(text)
+        self._strays.append(text)
+
+    def _complete(self) -> None:
+        super()._complete()
+        self._emit_strays()
+
+    def _abandon(self) -> None:
+        super()._abandon()
+        self._emit_strays()
+
+    def _emit_strays(self) -> None:
+        """Emit the text outside of parameters, once nothing more is emitted of its call."""
+        if self._strays and not self._open:
+            strays = self._strays
+            self._strays = []
+            self._content("".join(strays))
 
     def _end_function(self, marker: str) -> None:
         """End the function at its closing tag, or at a tag that cannot be inside of it."""
@@ -276,6 +293,7 @@ class Qwen3CoderParser(CallParser):
 
     def _leave(self) -> None:
         self._inside = False
+        self._complete()
         self._raw.clear()
         self._enter("content")
 

@@ -119,14 +119,14 @@ def test_new_row_without_a_chunk_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     scheduler = make()
     plan_prompt = Scheduler._plan_prompt
 
-    def plan_first(self: Scheduler, schedule: Schedule) -> Any:
+    def without_b(self: Scheduler, schedule: Schedule) -> Any:
         rows = plan_prompt(self, schedule)
-        del schedule.prompt[1:]
+        schedule.prompt = [c for c in schedule.prompt if rows[c.row].request.id != "b"]
         return rows
 
-    monkeypatch.setattr(Scheduler, "_plan_prompt", plan_first)
+    monkeypatch.setattr(Scheduler, "_plan_prompt", without_b)
     for name in "ab":
-        scheduler.add(request(name))
+        scheduler.add(request(name, salt=name))
     with pytest.raises(InvariantError, match="have no chunk in their first schedule"):
         run(scheduler)
 

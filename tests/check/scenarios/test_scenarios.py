@@ -522,7 +522,8 @@ def test_preempted_request_returns_under_another_row_or_later(
     plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine], phase: str, returns: str
 ) -> None:
     request = replace(PHASED, preempt=(phase,), returns=returns)
-    scenario = Scenario(Kind("oracle", 3), Limits(chunk=64), (request, OTHER))
+    limits = Limits(chunk=512 if phase == IN_ANSWER else 64)
+    scenario = Scenario(Kind("oracle", 3), limits, (request, OTHER))
     events, met = play(plain, build_kind, scenario)
     assert {("preempted", phase), ("return", returns)} <= met
     # In the answer both run, and exchange their rows. In the prompt the other one waits.

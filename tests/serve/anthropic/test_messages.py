@@ -476,6 +476,27 @@ def test_malformed_tool_call_is_text_with_a_note(server: Any, stream: bool) -> N
         assert response.content[0].text == server.text and response.tool_call_parse_error
 
 
+@pytest.mark.parametrize("step", [1, 80])
+def test_text_inside_of_a_call_follows_its_block(server: Any, step: int) -> None:
+    """It was a 500, and in a stream a second block of the call without a name."""
+    server.client.step = step
+    server.text = (
+        "<tool_call>\n<function=get>\nnow <parameter=city>\nRio\n</parameter>\nthe fox\n"
+        "</function>\n</tool_call>"
+    )
+    message = create(server, tools=TOOLS)
+    call, text = message.content
+    assert (call.name, call.input, text.text) == ("get", {"city": "Rio"}, "now \nthe fox")
+    assert message.tool_call_parse_error and message.stop_reason == "tool_use"
+    events = create(server, tools=TOOLS, stream=True)
+    blocks = [event.content_block for event in events if event.type == "content_block_start"]
+    assert [block.type for block in blocks] == ["tool_use", "text"]
+    parts = [event.delta for event in events if event.type == "content_block_delta"]
+    arguments = "".join(getattr(part, "partial_json", "") for part in parts)
+    assert json.loads(arguments) == call.input
+    assert "".join(getattr(part, "text", "") for part in parts) == text.text
+
+
 def test_control_tokens_in_blocks_are_text(server: Any, processor: Any) -> None:
     forged = "<|im_end|>"
     call = {"type": "tool_use", "id": "c", "name": "get", "input": {}}

@@ -2,6 +2,7 @@
 bodies."""
 
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -15,8 +16,11 @@ from lockstep.serve.app import create_app
 from lockstep.serve.http import connections
 from lockstep.serve.http.access import AccessRules
 from lockstep.serve.http.connections import MAX_CHUNKS, BoundedProtocol, _BoundedConnection
+from lockstep.serve.http.event_stream import EventStream
 from lockstep.serve.requests.service import Limits, Service
 from lockstep.serve.server import Options, _config
+from lockstep.serve.telemetry.logs import LineFilter
+from tests.waiting import wait_until
 
 PATIENCE = 20.0
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -149,6 +153,92 @@ def test_head_is_answered_wherever_get_is(server, processor):
         assert is_healthy(client)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_unexpected_error_is_logged_once(server, processor, caplog, monkeypatch, stream):
+    """With its traceback and the request's id, also where the response has begun."""
+
+    def fail(*arguments):
+        raise ZeroDivisionError("not foreseen")
+
+    if stream:
+        monkeypatch.setattr(EventStream, "_encode", fail)
+    else:
+        server.client.error = ZeroDivisionError("not foreseen")
+    body = b'{"prompt": "x", "stream": true}' if stream else b'{"prompt": "x"}'
+    with serving(server, processor) as address, connect(address) as client:
+        uvicorn_log = logging.getLogger("uvicorn.error")
+        monkeypatch.setattr(uvicorn_log, "handlers", [caplog.handler])
+        uvicorn_log.setLevel(logging.ERROR)
+        monkeypatch.setattr(caplog.handler, "filters", [LineFilter()])
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: mine\r\n"
+            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        result = read_until_closed(client)
+    (record,) = [record for record in caplog.records if record.exc_info]
+    assert record.exc_info[0] is ZeroDivisionError and record.request_id == "mine"
+    number = record.getMessage().rpartition(" ")[2]
+    if stream:
+        assert result.startswith(b"HTTP/1.1 200 ") and not result.endswith(b"0\r\n\r\n")
+    else:
+        assert result.startswith(b"HTTP/1.1 500 ") and number.encode() in result
+
+
+ABSOLUTE = [
+    (b"GET http://localhost:8000/v1/models HTTP/1.1", b"Host: localhost:8000", b"200"),
+    (b"GET HTTPS://localhost/v1/models/tiny?x=1 HTTP/1.1", b"Host: localhost", b"200"),
+    (b"GET http://localhost/v1/models HTTP/1.0", b"Accept: */*", b"200"),
+    (b"GET http://localhost HTTP/1.1", b"Host: localhost", b"200"),
+    (b"GET http://localhost?x=/v1/ HTTP/1.1", b"Host: localhost", b"200"),
+    (b"GET http://localhost/nope HTTP/1.1", b"Host: localhost", b"404"),
+    (b"GET http://[::1]:8000/v1/models HTTP/1.1", b"Host: evil.org", b"200"),
+    (b"GET http://evil.org/v1/models HTTP/1.1", b"Host: localhost", b"400"),
+    (b"GET http://localhost@evil.org/v1/models HTTP/1.1", b"Host: localhost", b"400"),
+    (b"GET http://evil.org@localhost/v1/models HTTP/1.1", b"Host: localhost", b"400"),
+    (b"GET http:///v1/models HTTP/1.1", b"Host: localhost", b"400"),
+    (b"GET http://:8000/v1/models HTTP/1.1", b"Host: localhost", b"400"),
+    (b"GET http://localhost/v1/models HTTP/1.1", b"Accept: */*", b"400"),
+]
+
+
+@pytest.mark.parametrize(("line", "header", "status"), ABSOLUTE)
+def test_absolute_target_names_the_host(server, processor, line, header, status):
+    """Some proxies and health checks send it; its host replaces the header (RFC 9112, 3.2.2)."""
+    rules = AccessRules(hosts=("localhost", "[::1]"))
+    with serving(server, processor, rules=rules) as address, connect(address) as client:
+        client.sendall(line + b"\r\n" + header + b"\r\nConnection: close\r\n\r\n")
+        result = read_until_closed(client)
+    assert result.startswith(b"HTTP/1.1 " + status + b" "), result
+    assert status != b"400" or b'"invalid_request_error"' in result
+
+
+def test_absolute_target_of_a_body(server, processor):
+    """The API key is asked for, the body is read, and the connection stays open."""
+    rules = AccessRules(keys=("key",))
+    with serving(server, processor, rules=rules) as address, connect(address) as client:
+        body = b'{"prompt": "x"}'
+        for key, status in ((b"key", b"200"), (b"other", b"401")):
+            client.sendall(
+                b"POST http://localhost/v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+                b"Content-Type: application/json\r\nAuthorization: Bearer %b\r\n"
+                b"Content-Length: %d\r\n\r\n%b" % (key, len(body), body)
+            )
+            assert client.recv(65536).startswith(b"HTTP/1.1 " + status)
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [(b"Transfer-Encoding: chunked\r\n\r\nnone", b"400"), (b"X-Long: " + b"x" * 20_000, b"431")],
+)
+def test_invalid_head_request_gets_no_body(server, processor, caplog, header, status):
+    """The body of the error was more data than h11 allows: a traceback, and no response."""
+    with serving(server, processor) as address, connect(address) as client:
+        client.sendall(b"HEAD /health HTTP/1.1\r\nHost: x\r\n" + header + b"\r\n\r\n")
+        head, _, body = read_until_closed(client).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 " + status) and body == b""
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_head_timeout_does_not_end_a_running_request(server, processor):
     """A request in progress is not idle, however long it takes."""
     server.client.hang = True
@@ -177,6 +267,44 @@ def test_half_closed_connection_counts_as_disconnected(server, processor):
         while not server.client.aborted and time.monotonic() < deadline:
             time.sleep(0.01)
         assert server.client.aborted == [server.client.requests[0].id]
+
+
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
+"""Headers of every first request of Java's HttpClient: an offer of HTTP/2, which is ignored."""
+
+
+def post_body(body: bytes, headers: bytes = b"") -> bytes:
+    """Return a request with a body."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return b"%b%bContent-Length: %d\r\n\r\n%b" % (head, headers, len(body), body)
+
+
+def test_offer_of_http2_is_ignored(server, processor, caplog):
+    """https://github.com/vllm-project/vllm/issues/57203"""
+    with serving(server, processor) as address, connect(address) as client:
+        uvicorn_log = logging.getLogger("uvicorn.error")
+        uvicorn_log.setLevel(logging.WARNING)
+        uvicorn_log.addHandler(caplog.handler)
+        try:
+            for _ in range(2):
+                client.sendall(post_body(b'{"prompt": "x"}', UPGRADE))
+                assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
+            assert is_healthy(client)
+        finally:
+            uvicorn_log.removeHandler(caplog.handler)
+    assert not [record for record in caplog.records if "pgrade" in record.getMessage()]
+
+
+def test_client_that_offered_http2_and_left_is_noticed(server, processor):
+    """h11 pauses reading after such an offer, and then no end of the connection is seen."""
+    server.client.hang = True
+    server.client.answer = lambda request: [5]
+    with serving(server, processor) as address:
+        with connect(address) as client:
+            client.sendall(post_body(b'{"prompt": "x", "max_tokens": 9}', UPGRADE))
+            wait_until(lambda: server.client.requests)
+            time.sleep(0.1)
+        wait_until(lambda: server.client.aborted)
 
 
 def test_slow_body_times_out(server, processor):

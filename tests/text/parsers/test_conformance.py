@@ -4,15 +4,19 @@ Writers write each parser's format, and share no code with the parsers.
 """
 
 import json
+import random
 import re
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from lockstep.text.parsers import TOOL_PARSERS, ReplyParser, choose
 from lockstep.text.parsers.events import (
+    NATURAL_END,
     CallArguments,
+    CallEnd,
     CallStart,
     Content,
     Event,
@@ -548,6 +552,64 @@ def test_malformed_parameter_is_an_error_and_no_key(bad: str) -> None:
         for cut in range(len(text)):
             parser = parser_of("qwen3_coder", calls, False)
             assert streamed(parser, [text[:cut], text[cut:]]) == result
+
+
+def test_call_without_tags_inside_is_complete_at_its_closing_tag() -> None:
+    """The answer may be cut right after the tag, by max_tokens or a stop string."""
+    text = "<tool_call>\n<function=get>\n<parameter=city>\nRio\n</tool_call>"
+    result = parser_of("qwen3_coder", [("get", {"city": "Rio"})], False).parse(text, CUT)
+    (call,) = result.tool_calls
+    assert (call.arguments, call.complete, result.errors) == ('{"city": "Rio"}', True, [])
+
+
+def mutated(rng: random.Random, writer: Callable[[Calls], str]) -> str:
+    """Return an answer with calls in which pieces are missing, or are at a wrong place."""
+    pieces = [*sorted(TOOL_PARSERS[writer.__name__].texts()), "</think>", *'x{}"\n,[]()=<> `']
+    calls: Calls = [("get", {"city": rng.choice(["Rio", 'a"b', "<b>", "é\n"]), "n": 1})]
+    text = "".join(
+        rng.choice(["", "Look.\n"]) + writer(calls * rng.randrange(1, 3))
+        for _ in range(rng.randrange(1, 3))
+    )
+    for _ in range(rng.randrange(4)):
+        begin = rng.randrange(len(text) + 1)
+        end = begin + rng.choice([0, 0, rng.randrange(1, 12), len(text)])
+        text = text[:begin] + rng.choice(["", *pieces] if end > begin else pieces) + text[end:]
+    return text
+
+
+def assert_blocks(events: list[Event]) -> None:
+    """Assert that no other event is between those of a call: some APIs stream it as one block."""
+    current: int | None = None
+    for event in events:
+        if isinstance(event, CallStart):
+            current = event.index
+        elif isinstance(event, CallArguments | CallEnd):
+            assert event.index == current
+        elif isinstance(event, Content | Reasoning):
+            current = None
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.__name__)
+def test_mutated_calls_are_read_alike_however_they_are_cut(
+    writer: Callable[[Calls], str], count: int
+) -> None:
+    rng = random.Random(f"{writer.__name__} {count}")
+    for _ in range(count):
+        text = mutated(rng, writer)
+        cuts = sorted(rng.randrange(len(text) + 1) for _ in range(len(text) // 4))
+        parts = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
+        end = rng.choice([NATURAL_END, CUT])
+        replies = []
+        for chunks in ([text], list(text), parts):
+            parser = parser_of(writer.__name__, [("get", {"city": "", "n": 1})], False)
+            events = [event for chunk in chunks for event in parser.feed(chunk)]
+            events += parser.finish(end)
+            assert_blocks(events)
+            replies.append(Reply().add(events))
+        assert replies[0] == replies[1] == replies[2], text
+        for call in replies[0].tool_calls:
+            assert not call.complete or is_json(call.arguments)
 
 
 def test_repeated_parameter_is_an_error() -> None:

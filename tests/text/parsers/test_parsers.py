@@ -14,6 +14,8 @@ from lockstep.text.parsers import REASONING_PARSERS, TOOL_PARSERS, ReplyParser, 
 from lockstep.text.parsers.deepseek_v3 import DeepSeekV3Parser
 from lockstep.text.parsers.events import (
     CallArguments,
+    CallEnd,
+    CallStart,
     Content,
     Reasoning,
     Reply,
@@ -63,9 +65,26 @@ CASES = [
     "<function=get><function=get <tool_call><function=get></tool_call></tool_call></think>",
     "one<tool_call></tool_call>two <par",
     "<tool_call>\n<function=get>\n<parameter=city>\n\nabc\n</function>\n",
+    "<tool_call><function=get>x<parameter=city>a</parameter>y</function>\n<function=get>z",
+    "<function=get>x<parameter=city>a</parameter>y</function> b <function=get><parameter=a b",
+    "<tool_call><function=get>x</tool_call>\ny",
+    "<｜tool▁calls▁begin｜>get<｜tool▁sep｜>get\n```json\n{}\n`<｜tool▁sep｜>get\n```json\n{}\n```",
     '<tool_call>\n{"name": "get", "arguments": {"a": "<b>"}}\n</tool_call>\n'
     "<tool_call>{bad}</tool_call>",
 ]
+
+
+def assert_calls_are_whole(events):
+    """Assert that no other event is between those of a call: APIs stream a call as one block."""
+    current = None
+    for event in events:
+        match event:
+            case CallStart(index):
+                current = index
+            case CallArguments(index) | CallEnd(index):
+                assert index == current, events
+            case Content() | Reasoning():
+                current = None
 
 
 def check_cuts(text, end, tools, cuts):
@@ -75,8 +94,9 @@ def check_cuts(text, end, tools, cuts):
 
     def streamed(parts):
         parser = parser_of(end, tools)
-        events = [event for part in parts for event in parser.feed(part)]
-        return Reply().add(events + parser.finish())
+        events = [event for part in parts for event in parser.feed(part)] + parser.finish()
+        assert_calls_are_whole(events)
+        return Reply().add(events)
 
     assert streamed(list(text)) == complete
     for cut in cuts:
