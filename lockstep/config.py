@@ -399,6 +399,7 @@ class StepLimits:
     page_size: tokens per page.
     row_buckets: row counts that decode steps are padded to, ascending.
     prompt_buckets: token counts that steps of few prompts are padded to, ascending.
+    joint_graphs: number of the largest joint steps whose results the memory of graphs can keep.
     draft_lengths: draft lengths of a step, ascending; one graph each per row bucket.
     graph_mode: as in EngineConfig; none on a CPU.
     steps_in_flight: steps launched before the first result is read.
@@ -418,6 +419,7 @@ class StepLimits:
     page_size: int
     row_buckets: tuple[int, ...]
     prompt_buckets: tuple[int, ...] = ()
+    joint_graphs: int = 0
     draft_lengths: tuple[int, ...] = (0,)
     graph_mode: str
     steps_in_flight: int

@@ -38,6 +38,7 @@ from lockstep.spec.drafter import DraftContext, NoDrafter
 from lockstep.step import PAGE_SIZE, StepShape
 from lockstep.worker import memory
 from lockstep.worker.hooks import CheckHooks
+from lockstep.worker.memory_planner import PROMPT_GRAPHS, PromptGraphs
 from lockstep.worker.program import Drafter, Program
 from lockstep.worker.row_table import RowTable
 from lockstep.worker.sampler import Sampler
@@ -113,28 +114,52 @@ def pick_row_buckets(config: EngineConfig, device: str, rows: int) -> tuple[int,
     return tuple(sorted({bucket for bucket in buckets if bucket < rows} | {rows}))
 
 
-def pick_prompt_buckets(config: EngineConfig, graph_mode: str, limit: int) -> tuple[int, ...]:
+def pick_prompt_buckets(
+    config: EngineConfig, graph_mode: str, limit: int, max_captured: int
+) -> tuple[int, ...]:
     """Return the token counts that steps of few prompts are padded to, ascending.
 
-    Padding helps graphs of whole steps alone, so without them the default is none. limit: the
-    smaller of max_num_batched_tokens and max_model_len, since padding tokens have positions too.
+    Padding helps graphs of whole steps alone, so without them the default is none.
+
+    Args:
+        limit: the smaller of max_num_batched_tokens and max_model_len, since padding tokens have
+            positions too.
+        max_captured: largest of the default counts.
     """
-    usual = GPU_PROMPT_BUCKETS if graph_mode == "full" else ()
-    buckets = usual if config.prompt_buckets is None else config.prompt_buckets
+    buckets = config.prompt_buckets
+    if buckets is None:
+        usual = GPU_PROMPT_BUCKETS if graph_mode == "full" else ()
+        buckets = tuple(bucket for bucket in usual if bucket <= max_captured)
     return tuple(sorted({bucket for bucket in buckets if bucket <= limit}))
 
 
-def sized(limits: StepLimits, config: EngineConfig, rows: int, tokens: int) -> StepLimits:
-    """Return the limits with these numbers of rows and of prompt tokens of a step."""
+def sized(
+    limits: StepLimits,
+    config: EngineConfig,
+    rows: int,
+    tokens: int,
+    graphs: PromptGraphs = PROMPT_GRAPHS[0],
+) -> StepLimits:
+    """Return the limits with these numbers of rows and of prompt tokens of a step, and these graphs
+    of prompt steps.
+    """
+    prompt_buckets = pick_prompt_buckets(
+        config, limits.graph_mode, min(tokens, limits.max_model_len), graphs.max_tokens
+    )
+    captures = limits.graph_mode == "full" and bool(prompt_buckets)
     return replace(
         limits,
         max_num_seqs=rows,
         max_num_batched_tokens=tokens,
         row_buckets=pick_row_buckets(config, limits.device, rows),
-        prompt_buckets=pick_prompt_buckets(
-            config, limits.graph_mode, min(tokens, limits.max_model_len)
-        ),
+        prompt_buckets=prompt_buckets,
+        joint_graphs=graphs.joint if captures else 0,
     )
+
+
+def graphs_of(limits: StepLimits) -> PromptGraphs:
+    """Return the graphs of prompt steps that an engine with these limits captures."""
+    return PromptGraphs(max(limits.prompt_buckets, default=0), limits.joint_graphs)
 
 
 def step_limits(
@@ -158,7 +183,7 @@ def step_limits(
     # A wait for the device cannot be captured.
     graph_mode = config.cuda_graph_mode if cuda and not config.sync_kernels else "none"
     adapters = {adapter.name: adapter.digest for adapter in read_adapters(config.lora_modules)}
-    return StepLimits(
+    limits = StepLimits(
         model_path=checkpoint.folder,
         device=device,
         dtype=str(dtype).removeprefix("torch."),
@@ -167,8 +192,7 @@ def step_limits(
         max_num_batched_tokens=tokens,
         query_len=config.max_drafts + 1,
         page_size=PAGE_SIZE,
-        row_buckets=pick_row_buckets(config, device, rows),
-        prompt_buckets=pick_prompt_buckets(config, graph_mode, min(tokens, length)),
+        row_buckets=(),
         draft_lengths=drafting.draft_lengths if drafting else (0,),
         has_predictions=drafting is not None and drafting.method == prediction.METHOD,
         graph_mode=graph_mode,
@@ -182,6 +206,7 @@ def step_limits(
         quantization=None if weight_format is None else weight_format.name,
         adapters=adapters,
     )
+    return sized(limits, config, rows, tokens)
 
 
 def numerics(

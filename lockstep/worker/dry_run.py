@@ -8,7 +8,7 @@ kernel launches are left out.
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -139,8 +139,20 @@ def allocated(make: Callable[[], Any]) -> int:
     return size
 
 
-def step_bytes(program: Program, *shapes: StepShape) -> tuple[int, int]:
-    """Run the steps of a forward pass dry -> (peak bytes, bytes of their results).
+class PassBytes(NamedTuple):
+    """Bytes of a forward pass and its steps: at the peak, and of their results."""
+
+    peak: int
+    results: int
+
+    @property
+    def working(self) -> int:
+        """Bytes at the peak that graphs share, since the results are not among them."""
+        return self.peak - self.results
+
+
+def step_bytes(program: Program, *shapes: StepShape) -> PassBytes:
+    """Run the steps of a forward pass dry, and count their bytes.
 
     Raises CaptureError, which names the op, where the step reads a tensor on the host or needs a
     device.
@@ -152,7 +164,7 @@ def step_bytes(program: Program, *shapes: StepShape) -> tuple[int, int]:
             outcomes = [program.decide(step) for step in forwarded]
         except (RuntimeError, AssertionError) as error:  # torch asserts what it cannot do dry
             raise _unpredictable(shapes, error) from error
-        size = counter.peak, counter.live
+        size = PassBytes(counter.peak, counter.live)
     del forwarded, outcomes
     return size
 

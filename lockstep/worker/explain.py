@@ -28,6 +28,7 @@ from lockstep.step import PAGE_SIZE
 from lockstep.worker import memory
 from lockstep.worker.build import (
     find_model,
+    graphs_of,
     largest_prompts,
     sized,
     state_dtype,
@@ -35,7 +36,7 @@ from lockstep.worker.build import (
 )
 from lockstep.worker.explain_ranks import RankBytes, explain_ranks
 from lockstep.worker.memory_estimate import DryEngine, planner_of
-from lockstep.worker.memory_planner import shortage_reason
+from lockstep.worker.memory_planner import PromptGraphs, shortage_reason
 
 SHARED_NOTE = (
     "shared memory by kernel is not computed here: compiling them takes minutes; "
@@ -72,7 +73,7 @@ def explain_architecture(config: EngineConfig, arch: str, total: int | None) -> 
     with dry_engine.mode:
         dry_engine.program(limits, build)
     engines = [dry_engine, *map(make_engine, range(1, config.tensor_parallel_size))]
-    ranks = [rank_bytes(engine, dry_engine, planned) for engine in engines]
+    ranks = [rank_bytes(engine, dry_engine, planned, graphs_of(limits)) for engine in engines]
     device = {"architecture": card.name, "cards": card.cards, "shared_bytes": card.shared_memory}
     return {
         **device,
@@ -102,7 +103,7 @@ def plan(
     known = total is not None
     chosen = planner.plan(int((total or 0) * share)) if known else planner.min_plan(ladder[0])
     entry = chosen.entry
-    limits = sized(limits, config, entry.rows, entry.tokens)
+    limits = sized(limits, config, entry.rows, entry.tokens, entry.graphs)
     smallest = sum(planner.min_bytes(ladder[-1]).values())
     parts = {f"{name}_bytes": size for name, size in chosen.parts.items()}
     report: dict[str, Any] = dict(
@@ -114,6 +115,7 @@ def plan(
         max_num_batched_tokens=entry.tokens,
         row_buckets=limits.row_buckets,
         prompt_buckets=limits.prompt_buckets,
+        joint_graphs=limits.joint_graphs,
         **parts,
         page_bytes=dry_engine.page,
         slot_bytes=dry_engine.slot,
@@ -136,10 +138,12 @@ def plan(
     return limits, report | size | dict(notes=chosen.notes, why="")
 
 
-def rank_bytes(engine: DryEngine, first: DryEngine, planned: dict[str, Any]) -> RankBytes:
+def rank_bytes(
+    engine: DryEngine, first: DryEngine, planned: dict[str, Any], graphs: PromptGraphs
+) -> RankBytes:
     """Return the bytes of a rank with as many pages and slots as the first one's plan."""
     parts = engine.fixed | engine.working(
-        planned["max_num_seqs"], planned["max_num_batched_tokens"]
+        planned["max_num_seqs"], planned["max_num_batched_tokens"], graphs
     )
     weights = parts.pop("weights")
     pages = planned["pages_bytes"] // first.page * engine.page

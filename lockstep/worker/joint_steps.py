@@ -19,13 +19,16 @@ USES_BEFORE_CAPTURE = 16
 H200, Qwen3.6-27B: a capture takes 0.35 s with 512 tokens and 0.75 s with 2,048, and each later use
 saves 16 ms. A pair that was used so often is likely to be used 30 times more.
 """
-MAX_GRAPHS = 32
-"""Maximum graphs of joint steps."""
-LARGEST_GRAPHS = 6
-"""Number of largest joint steps whose results fit into the memory that is planned for graphs."""
+GRAPHS_PER_LARGEST = 5
+"""Maximum graphs of joint steps for each largest one whose results memory is planned for."""
 
 Pair = tuple[StepShape, StepShape]
 """Shapes of the decode step and of the prompt step of a forward pass."""
+
+
+def max_graphs(limits: StepLimits) -> int:
+    """Return the maximum graphs of joint steps."""
+    return GRAPHS_PER_LARGEST * limits.joint_graphs
 
 
 class JointSteps:
@@ -43,7 +46,7 @@ class JointSteps:
         self.limits = limits
         self.row_buckets = _halved(limits.row_buckets)
         self.max_prompt_tokens = 0
-        if limits.graph_mode == "full":
+        if limits.graph_mode == "full" and limits.joint_graphs:
             self.max_prompt_tokens = max(limits.prompt_buckets, default=0)
         self.max_decode_tokens = limits.row_buckets[-1] * limits.query_len
         self.graphs: set[Pair] = set()
@@ -81,12 +84,13 @@ class JointSteps:
         logit_rows = sum(decode.tokens + prompt.rows for decode, prompt in passes)
         prompt_tokens = sum(prompt.tokens for _, prompt in passes)
         max_logit_rows = self.max_decode_tokens + pair[1].rows
+        largest = self.limits.joint_graphs
         return (
             self.may_capture
             and self.uses[pair] > USES_BEFORE_CAPTURE
-            and len(passes) <= MAX_GRAPHS
-            and logit_rows <= LARGEST_GRAPHS * max_logit_rows
-            and prompt_tokens <= LARGEST_GRAPHS * self.max_prompt_tokens
+            and len(passes) <= max_graphs(self.limits)
+            and logit_rows <= largest * max_logit_rows
+            and prompt_tokens <= largest * self.max_prompt_tokens
         )
 
 

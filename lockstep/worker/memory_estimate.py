@@ -4,9 +4,10 @@ The model is built as an engine builds it, on tensors without memory (FakeTensor
 largest steps run dry.
 """
 
+from collections.abc import Callable
 from copy import copy
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -31,15 +32,16 @@ from lockstep.worker import memory
 from lockstep.worker.build import (
     build_draft,
     build_program,
+    graphs_of,
     kv_layers,
     largest_prompt_step,
     sized,
     state_dtype,
 )
-from lockstep.worker.dry_run import allocated, dry, step_bytes
+from lockstep.worker.dry_run import PassBytes, allocated, dry, step_bytes
 from lockstep.worker.hooks import NO_HOOKS
-from lockstep.worker.joint_steps import LARGEST_GRAPHS, MAX_GRAPHS
-from lockstep.worker.memory_planner import Planner, UserSizes
+from lockstep.worker.joint_steps import max_graphs
+from lockstep.worker.memory_planner import Planner, PromptGraphs, UserSizes
 from lockstep.worker.program import Program
 from lockstep.worker.roofline import StepCosts
 from lockstep.worker.step_shapes import forced_shape, largest_forced_step, padded_prompt_step
@@ -107,7 +109,7 @@ class DryEngine:
         self.costs = StepCosts.of(self.model, self.draft, passes_of(config.speculative_config))
         _assume_scales(self.model, self.draft)
         keep_distinct_blocks(self.model)
-        self.working = cache(self._working)
+        self.pass_bytes = cache(self._pass_bytes)
 
     @property
     def page(self) -> int:
@@ -126,66 +128,145 @@ class DryEngine:
         placed = replace(limits, device=FAKE_GPU)
         return build_program(self.config, placed, build, self.model, self.draft, NO_HOOKS)
 
-    def _working(self, rows: int, tokens: int) -> dict[str, int]:
+    def working(self, rows: int, tokens: int, graphs: PromptGraphs) -> dict[str, int]:
         """Return the bytes of the row table, the largest eager pass and the graphs, by name."""
-        limits = sized(self.limits, self.config, rows, tokens)
-        build = copy(self.build)
-        build.choices = []  # these are recorded for the final sizes alone
+        limits = sized(self.limits, self.config, rows, tokens, graphs)
         with self.mode, dry(self.card):
-            table = allocated(lambda: self.program(limits, build))
-            program = self.program(limits, build)
-            decode = StepShape.uniform(rows, limits.query_len)
-            prompt, _ = step_bytes(program, largest_prompt_step(limits)[1])
-            uniform, kept = step_bytes(program, decode)
-            forced, _ = step_bytes(program, forced_shape(limits, 1, FORCED_WINDOWS[-1]))
-            largest_forced, _ = step_bytes(program, largest_forced_step(limits))
-            padded = joint_kept = kept
-            if limits.prompt_buckets:
-                shape = padded_prompt_step(limits, limits.prompt_buckets[-1])
-                padded, joint_kept = step_bytes(program, decode, shape)
-        eager = max(prompt, largest_forced)
+            table = allocated(lambda: self.program(limits, self._unrecorded_build()))
+        parts = {"table": table, "step": self.pass_bytes(*self.largest_pass(limits)).peak}
         if limits.graph_mode == "none":
-            return {"table": table, "step": max(eager, uniform)}
-        working = max(max(uniform, forced) - kept, padded - joint_kept)
-        graphs = graph_bytes(limits, working, kept, joint_kept)
-        # Before its capture a joint step runs eagerly, outside of the memory of the graphs.
-        return {"table": table, "step": max(eager, padded), "graphs": graphs}
+            return parts
+        return parts | {"graphs": self.graphs(limits).total}
+
+    def largest_pass(self, limits: StepLimits) -> tuple[StepShape, ...]:
+        """Return the shapes of the forward pass with the highest peak of those that an engine runs
+        without a graph while it serves.
+        """
+        decode = decode_shapes(limits)
+        passes: list[tuple[StepShape, ...]]
+        passes = [(largest_prompt_step(limits)[1],), (largest_forced_step(limits),)]
+        if limits.graph_mode != "full":
+            passes += [(shape,) for shape in (*decode, *one_row_forced(limits))]
+        if limits.joint_graphs:
+            # Before its capture a joint step runs eagerly, outside of the memory of the graphs.
+            widest = max(decode, key=lambda shape: self.pass_bytes(shape).peak)
+            passes.append((widest, padded_shapes(limits)[-1]))
+        return max(passes, key=lambda shapes: self.pass_bytes(*shapes).peak)
+
+    def graphs(self, limits: StepLimits) -> "GraphBytes":
+        """Return the bytes of all graphs."""
+        return graph_bytes(limits, self.pass_bytes)
+
+    @cached_property
+    def _largest_program(self) -> Program:
+        """Program with the most rows. The bytes of a step depend on its shape alone, so it runs the
+        steps of all others.
+        """
+        return self.program(self.limits, self._unrecorded_build())
+
+    def _unrecorded_build(self) -> BuildContext:
+        """Return the build context with a list of choices that nothing reads: they are recorded
+        for the final sizes alone.
+        """
+        build = copy(self.build)
+        build.choices = []
+        return build
+
+    def _pass_bytes(self, *shapes: StepShape) -> PassBytes:
+        """Run the steps of a forward pass dry, and count their bytes."""
+        with self.mode, dry(self.card):
+            return step_bytes(self._largest_program, *shapes)
 
 
-def graph_bytes(limits: StepLimits, working: int, kept: int, joint_kept: int) -> int:
-    """Return the bytes of all graphs: the largest graph's, which the others share, and results.
+@dataclass(frozen=True)
+class GraphBytes:
+    """Bytes of all CUDA graphs of an engine.
 
-    working: bytes of the largest captured pass at its peak, without its results. kept, joint_kept:
-    bytes of the results of the largest decode step, and of that step and the largest padded prompt
-    step.
+    largest: shapes of the pass with the most working memory, which all graphs share. working: bytes
+    of it. results: bytes that the graphs keep, each its own. driver: bytes of the driver.
     """
+
+    largest: tuple[StepShape, ...]
+    working: int
+    results: int
+    driver: int
+
+    @property
+    def total(self) -> int:
+        """Return the bytes of all parts."""
+        return self.working + self.results + self.driver
+
+
+def graph_bytes(limits: StepLimits, pass_bytes: Callable[..., PassBytes]) -> GraphBytes:
+    """Return the bytes of all graphs. pass_bytes: returns those of a forward pass by its shapes."""
+    passes = captured_passes(limits, pass_bytes)
+    largest = max(passes, key=lambda shapes: passes[shapes].working)
+    decode = decode_shapes(limits)
+    forced = one_row_forced(limits)
+    padded = padded_shapes(limits)
+    # Results of a decode step are hidden states and logits of tokens: fewer drafts, fewer tokens.
     widths = sum(drafts + 1 for drafts in limits.draft_lengths)
-    largest = limits.max_num_seqs * limits.query_len
-    tokens = sum(limits.row_buckets) * widths + sum(FORCED_WINDOWS)
-    results = kept * tokens // largest
-    shapes = len(limits.row_buckets) * len(limits.draft_lengths) + len(FORCED_WINDOWS)
-    if limits.prompt_buckets:
-        padded_kept = joint_kept - kept
-        results += padded_kept * sum(limits.prompt_buckets) // limits.prompt_buckets[-1]
-        shapes += len(limits.prompt_buckets)
-        results += LARGEST_GRAPHS * joint_kept
-        shapes += 2 * MAX_GRAPHS  # a joint step has a forward graph, and a decide of each step
-    return working + results + shapes * GRAPH_BYTES
+    results = sum(passes[shape,].results for shape in decode) * widths // limits.query_len
+    results += sum(passes[shape,].results for shape in (*forced, *padded))
+    count = len(decode) * len(limits.draft_lengths) + len(forced) + len(padded)
+    if limits.joint_graphs:
+        joint_results = passes[decode[-1],].results + passes[padded[-1],].results
+        results += limits.joint_graphs * joint_results
+        count += 2 * max_graphs(
+            limits
+        )  # a joint step has a forward graph, and a decide of each step
+    return GraphBytes(largest, passes[largest].working, results, count * GRAPH_BYTES)
 
 
-KEPT_BLOCKS = 2
-"""Blocks of one kind that are kept from the model's beginning; the first block of all has no sum to
-add. The last one of each kind is kept as well, since all auxiliary hidden states
-are alive there."""
+def captured_passes(
+    limits: StepLimits, pass_bytes: Callable[..., PassBytes]
+) -> dict[tuple[StepShape, ...], PassBytes]:
+    """Return the bytes of captured passes by their shapes: decode steps with the most drafts, steps
+    of forced tokens and of prompts, and the joint step with the most working memory.
+    """
+    decode = decode_shapes(limits)
+    padded = padded_shapes(limits)
+    single = (*decode, *one_row_forced(limits), *padded)
+    passes: dict[tuple[StepShape, ...], PassBytes]
+    passes = {(shape,): pass_bytes(shape) for shape in single}
+    if limits.joint_graphs:
+        widest = max(decode, key=lambda shape: passes[shape,].working)
+        passes[widest, padded[-1]] = pass_bytes(widest, padded[-1])
+    return passes
+
+
+def decode_shapes(limits: StepLimits) -> list[StepShape]:
+    """Return the shapes of decode steps with the most drafts, smallest first.
+
+    Steps of few rows may take more memory than larger ones: attention splits their KV, and each
+    split has a partial result.
+    """
+    return [StepShape.uniform(rows, limits.query_len) for rows in limits.row_buckets]
+
+
+def one_row_forced(limits: StepLimits) -> list[StepShape]:
+    """Return the shapes of captured steps of forced tokens, smallest first."""
+    return [forced_shape(limits, 1, window) for window in FORCED_WINDOWS]
+
+
+def padded_shapes(limits: StepLimits) -> list[StepShape]:
+    """Return the shapes of padded prompt steps, smallest first."""
+    return [padded_prompt_step(limits, tokens) for tokens in limits.prompt_buckets]
 
 
 def keep_distinct_blocks(model: Any) -> None:
     """Drop the blocks of a model that allocate what others do: a dry run takes as long as a model
-    has blocks, and its peak is that of one block of each kind."""
+    has blocks, and its peak is that of one block of each kind.
+
+    The first block of all has no sum to add, so the next one of its kind is kept as well. With
+    auxiliary hidden states, so is the last one of each kind: all of them are alive there.
+    """
     kinds: dict[Any, list[int]] = {}
     for index, block in enumerate(model.blocks):
         kinds.setdefault(_kind_of(block), []).append(index)
-    kept = {index for same in kinds.values() for index in (*same[:KEPT_BLOCKS], same[-1])}
+    kept = {index for same in kinds.values() for index in same[: 2 if same[0] == 0 else 1]}
+    if model.aux_hidden_layers:
+        kept |= {same[-1] for same in kinds.values()}
     order = sorted(kept | {index for index in model.aux_hidden_layers if index < len(model.blocks)})
     new_index = {old: new for new, old in enumerate(order)} | {len(model.blocks): len(order)}
     model.aux_hidden_layers = tuple(new_index[index] for index in model.aux_hidden_layers)
@@ -224,8 +305,15 @@ def planner_of(config: EngineConfig, limits: StepLimits, dry_engine: DryEngine) 
         snapshots=config.num_snapshots,
         pages=config.num_gpu_blocks,
         cache_bytes=config.kv_cache_memory_bytes,
+        prompt_buckets=config.prompt_buckets,
     )
-    return Planner(user_sizes, dry_engine, limits.row_columns, config.enable_prefix_caching)
+    return Planner(
+        user_sizes,
+        dry_engine,
+        limits.row_columns,
+        config.enable_prefix_caching,
+        max_graphs=graphs_of(limits),
+    )
 
 
 def weight_bytes(*roots: nn.Module | None) -> int:

@@ -1,10 +1,10 @@
-"""Memory planner: rows, prompt tokens of a step, snapshots and pages that fit into a GPU.
+"""Memory planner: rows, prompt tokens of a step, snapshots, graphs and pages that fit into a GPU.
 
 The user's settings are fixed. For the others, the planner takes the first entry of a fixed ladder
-that fits. So a plan follows from settings, bytes and costs alone, and more memory never gives less
-of anything that the ladder decides. No answer depends on it.
+that fits. So a plan follows from settings, bytes and costs alone, and more memory never gives an
+entry further down. No answer depends on it.
 
-The ladder shrinks in this order:
+The ladder shrinks rows, tokens and snapshots in this order:
 
 1. rows, from 256 down to 16: requests beyond them wait, and small steps are less efficient;
 2. prompt tokens of a step, from 2,048 to 512: long prompts take longer;
@@ -13,10 +13,15 @@ The ladder shrinks in this order:
 5. rows, from 4 down to 1;
 6. the snapshot of each row: a follow-up request computes its whole prompt again;
 7. prompt tokens, to 64, the grid of recurrent layers.
+
+Before each of these reductions it gives up CUDA graphs of prompt steps, see PROMPT_GRAPHS: a row or
+a snapshot is worth more than a graph of a long prompt. So an entry has all rows, tokens and
+snapshots that fit without these graphs, and as many of the graphs as fit next to them.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -29,6 +34,38 @@ TOKENS = (2048, 1024, 512, 256, 128, 64)
 """Prompt tokens of a step in order of preference; the last is the grid of recurrent layers."""
 LADDER = ((16, 2048), (16, 512), (4, 512), (4, 256), (1, 256))
 """The smallest (rows, tokens) of stages 1 to 5."""
+
+
+@dataclass(frozen=True)
+class PromptGraphs:
+    """CUDA graphs of prompt steps for which memory is planned.
+
+    max_tokens: largest token count of a captured padded prompt step; 0: none is captured. joint:
+    number of the largest joint steps whose results fit into the memory of graphs; 0: no joint step
+    is captured.
+    """
+
+    max_tokens: int
+    joint: int
+
+    def within(self, limit: "PromptGraphs") -> "PromptGraphs":
+        """Return as many of these graphs as a limit allows."""
+        max_tokens = min(self.max_tokens, limit.max_tokens)
+        return PromptGraphs(max_tokens, min(self.joint, limit.joint) if max_tokens else 0)
+
+
+PROMPT_GRAPHS = (
+    *(PromptGraphs(tokens, joint) for joint in (6, 2, 0) for tokens in (2048, 1024, 512)),
+    PromptGraphs(256, 0),
+    PromptGraphs(0, 0),
+)
+"""Graphs of prompt steps in order of preference.
+
+The longest prompts lose their graphs first. They take the most memory and gain the least: an H200
+needs longer for 2,048 tokens of Qwen3.6-27B than the host for their launches. Joint graphs follow,
+since each may keep the logits of all rows. Graphs of short prompts are the last: 64 tokens take 17
+ms with one and 59 ms without.
+"""
 ASSUMED_CONTEXT = 1024
 """Assumed mean context of a running request in tokens, as in chats: pages for it are reserved for
 every row. Longer requests use pages of other rows, which wait.
@@ -45,6 +82,7 @@ NAMES = {
     "snapshots": "num_snapshots",
     "pages": "num_gpu_blocks",
     "cache_bytes": "kv_cache_memory_bytes",
+    "prompt_buckets": "prompt_buckets",
 }
 """Field of UserSizes -> name of the setting."""
 GB = 1e9
@@ -70,8 +108,8 @@ class Costs(Protocol):
         """
         ...
 
-    def working(self, rows: int, tokens: int) -> dict[str, int]:
-        """Return the bytes of the row table, the largest step and its graphs, by name."""
+    def working(self, rows: int, tokens: int, graphs: PromptGraphs) -> dict[str, int]:
+        """Return the bytes of the row table, the largest step and the graphs, by name."""
         ...
 
 
@@ -84,12 +122,20 @@ class UserSizes:
     snapshots: int | None = None
     pages: int | None = None
     cache_bytes: int | None = None
+    prompt_buckets: tuple[int, ...] | None = None
 
     def settings(self) -> tuple[str, ...]:
         """Return the settings that the user gave, each as `name=value`."""
         return tuple(
-            f"{NAMES[name]}={value}" for name, value in vars(self).items() if value is not None
+            f"{NAMES[name]}={_written(value)}"
+            for name, value in vars(self).items()
+            if value is not None
         )
+
+
+def _written(value: int | tuple[int, ...]) -> str:
+    """Return the value of a setting as on the command line."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 @dataclass(frozen=True)
@@ -99,6 +145,12 @@ class LadderEntry:
     rows: int
     tokens: int
     snapshots: int
+    graphs: PromptGraphs
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Return rows, tokens and snapshots, which the graphs of prompts yield to."""
+        return self.rows, self.tokens, self.snapshots
 
 
 @dataclass(frozen=True)
@@ -130,20 +182,22 @@ class Planner:
     """Planner of an engine's memory on one GPU.
 
     columns: pages of the longest request. prefix_caching: prefixes are cached, for which recurrent
-    layers need snapshots.
+    layers need snapshots. max_graphs: graphs of prompts with ample memory.
     """
 
     user_sizes: UserSizes
     costs: Costs
     columns: int
     prefix_caching: bool = True
+    max_graphs: PromptGraphs = PROMPT_GRAPHS[0]
 
     def ladder(self) -> list[LadderEntry]:
         """Return the entries in order, with the user's settings instead of their own."""
         pairs = list(_pairs())
         small = [(1, tokens) for tokens in TOKENS if tokens < LADDER[-1][1]]
-        entries = [self._entry(*pair, True) for pair in pairs]
-        entries += [self._entry(*pair, False) for pair in (pairs[-1], *small)]
+        sizes = [self._size(*pair, True) for pair in pairs]
+        sizes += [self._size(*pair, False) for pair in (pairs[-1], *small)]
+        entries = [LadderEntry(*size, graphs) for size in sizes for graphs in self._graphs(size[1])]
         return list(dict.fromkeys(entries))
 
     def plan(self, available: int) -> MemoryPlan:
@@ -172,7 +226,8 @@ class Planner:
 
     def min_bytes(self, entry: LadderEntry) -> dict[str, int]:
         """Return the minimum bytes of an entry, by part."""
-        parts = dict(self.costs.fixed) | self.costs.working(entry.rows, entry.tokens)
+        working = self.costs.working(entry.rows, entry.tokens, entry.graphs)
+        parts = dict(self.costs.fixed) | working
         return parts | self._cache(*self.min_size(entry))
 
     def min_size(self, entry: LadderEntry) -> tuple[int, int]:
@@ -185,13 +240,28 @@ class Planner:
         """
         return sum(self._cache(*self.min_size(entry)).values()) - budget
 
-    def _entry(self, rows: int, tokens: int, snapshots: bool) -> LadderEntry:
+    def _size(self, rows: int, tokens: int, snapshots: bool) -> tuple[int, int, int]:
+        """Return rows, tokens and snapshots of an entry. snapshots: each row has one."""
         user_sizes = self.user_sizes
         rows = rows if user_sizes.rows is None else user_sizes.rows
         kept = rows if snapshots and self._wants_snapshots else 0
         if user_sizes.snapshots is not None:
             kept = user_sizes.snapshots
-        return LadderEntry(rows, user_sizes.tokens or tokens, kept if self.costs.slot else 0)
+        return rows, user_sizes.tokens or tokens, kept if self.costs.slot else 0
+
+    def _graphs(self, tokens: int) -> list[PromptGraphs]:
+        """Return the graphs of steps of this many prompt tokens, in order of preference.
+
+        The token counts that the user set keep their graphs; joint graphs are given up.
+        """
+        limit = self.max_graphs
+        if self.user_sizes.prompt_buckets is not None:
+            return [
+                PromptGraphs(limit.max_tokens, graphs.joint).within(limit)
+                for graphs in PROMPT_GRAPHS
+            ]
+        limit = replace(limit, max_tokens=min(limit.max_tokens, tokens))
+        return [graphs.within(limit) for graphs in PROMPT_GRAPHS]
 
     @property
     def _wants_snapshots(self) -> bool:
@@ -200,25 +270,34 @@ class Planner:
     def _first_fit(self, entries: list[LadderEntry], available: int) -> int:
         """Return the index of the first entry that fits, len(entries) where none does.
 
-        The first entry is tried first: most GPUs have room for it. Then a bisection, since each
-        entry costs a dry run of a step, and no entry takes more than the one before it.
+        The first entry is tried first: most GPUs have room for it. Then a bisection over rows,
+        tokens and snapshots without graphs of prompts, since each entry costs dry runs of steps,
+        and no such entry takes more than the one before it. The graphs of that entry are compared
+        one after the other: those of long prompts may take less than some joint ones.
         """
-        if self._fits(self.min_bytes(entries[0]), available):
-            return 0
-        low = 1
-        high = len(entries)
-        while low < high:
-            middle = (low + high) // 2
-            if self._fits(self.min_bytes(entries[middle]), available):
-                high = middle
-            else:
-                low = middle + 1
-        return low
 
-    def _fits(self, parts: dict[str, int], available: int) -> bool:
+        def fits(index: int) -> bool:
+            return self._fits(entries[index], available)
+
+        if fits(0):
+            return 0
+        ends = _ends(entries)
+        group = bisect_left(ends, True, key=fits)
+        if group == len(ends):
+            return len(entries)
+        begin = ends[group - 1] + 1 if group else 0
+        return next(index for index in range(begin, len(entries)) if fits(index))
+
+    def _fits(self, entry: LadderEntry, available: int) -> bool:
+        """Return whether the minimum bytes of an entry fit."""
+        cached = sum(self._cache(*self.min_size(entry)).values())
         bound = self.user_sizes.cache_bytes
-        cached = bound is None or self._cache_of(parts) <= bound
-        return cached and sum(parts.values()) <= available
+        # Most entries that are too large are so by their cache alone, which needs no dry run.
+        if sum(self.costs.fixed.values()) + cached > available:
+            return False
+        if bound is not None and cached > bound:
+            return False
+        return sum(self.min_bytes(entry).values()) <= available
 
     def _cache(self, pages: int, slots: int) -> dict[str, int]:
         state = {"state": slots * self.costs.slot} if self.costs.slot else {}
@@ -276,12 +355,13 @@ class Planner:
             )
             if user_size is None
         ]
-        if not chosen:
-            return
-        yield f"{' and '.join(chosen)} chosen for {available / GB:.2f} GB of memory"
+        if chosen:
+            yield f"{' and '.join(chosen)} chosen for {available / GB:.2f} GB of memory"
         if not index:
             return
-        for target in dict.fromkeys((index - 1, 0)):
+        # With more memory a larger size fits without graphs of prompts first.
+        ends = _ends(entries[: index + 1])[:-1]
+        for target in dict.fromkeys((index - 1, *ends[-1:], *ends[:1])):
             better = entries[target]
             more = sum(self.min_bytes(better).values()) - available
             if more > 0:
@@ -301,6 +381,12 @@ def _pairs() -> Iterator[tuple[int, int]]:
                 yield fewer, count
 
 
+def _ends(entries: list[LadderEntry]) -> list[int]:
+    """Return the indices of the entries with the fewest graphs of prompts, one for each size."""
+    following = (*(entry.size for entry in entries[1:]), None)
+    return [index for index, size in enumerate(following) if entries[index].size != size]
+
+
 def _described(entry: LadderEntry, better: LadderEntry) -> str:
     """Describe what a better entry has more of."""
     gains = []
@@ -308,8 +394,14 @@ def _described(entry: LadderEntry, better: LadderEntry) -> str:
         gains.append(f"max_num_seqs={better.rows}")
     if better.tokens > entry.tokens:
         gains.append(f"max_num_batched_tokens={better.tokens}")
-    if not gains:
+    if not gains and better.snapshots > entry.snapshots:
         gains.append("snapshots of recurrent state for prefix hits")
+    if gains:
+        return " and ".join(gains)
+    if better.graphs.max_tokens > entry.graphs.max_tokens:
+        gains.append(f"graphs of prompts up to {better.graphs.max_tokens} tokens")
+    if better.graphs.joint > entry.graphs.joint:
+        gains.append("more graphs of joint steps")
     return " and ".join(gains)
 
 

@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, partial, reduce
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from lockstep.worker.build import (
     check_served,
     draft_costs,
     find_model,
+    graphs_of,
     kv_layers,
     largest_prompt_step,
     pick_device,
@@ -40,15 +41,10 @@ from lockstep.worker.build import (
 from lockstep.worker.compile_ahead import StartCompiler
 from lockstep.worker.explain_ranks import RankBytes
 from lockstep.worker.hooks import CheckHooks
-from lockstep.worker.memory_estimate import DryEngine, graph_bytes, planner_of, weight_bytes
-from lockstep.worker.memory_planner import MemoryPlan, Planner, shortage
+from lockstep.worker.memory_estimate import DryEngine, planner_of, weight_bytes
+from lockstep.worker.memory_planner import MemoryPlan, Planner, PromptGraphs, shortage
 from lockstep.worker.program import Program
-from lockstep.worker.step_shapes import (
-    forced_shape,
-    largest_forced_step,
-    padded_prompt_step,
-    uniform_shapes,
-)
+from lockstep.worker.step_shapes import forced_shape, largest_forced_step, uniform_shapes
 from lockstep.worker.worker import Worker, smallest
 
 
@@ -84,9 +80,10 @@ def smallest_fit(fits: Sequence[MemoryFit], config: EngineConfig) -> MemoryFit:
     """
     rows = min(fit.limits.max_num_seqs for fit in fits)
     tokens = min(fit.limits.max_num_batched_tokens for fit in fits)
+    graphs = reduce(PromptGraphs.within, (graphs_of(fit.limits) for fit in fits))
     return replace(
         fits[0],
-        limits=sized(fits[0].limits, config, rows, tokens),
+        limits=sized(fits[0].limits, config, rows, tokens, graphs),
         num_pages=min(fit.num_pages for fit in fits),
         num_slots=min(fit.num_slots for fit in fits),
         host_pages=min(fit.host_pages for fit in fits),
@@ -231,15 +228,20 @@ class WorkerStartup:
 
 @dataclass(frozen=True)
 class Planned:
-    """Memory plan with its planner, and the bytes that it was made for."""
+    """Memory plan with its planner, and the bytes that it was made for.
+
+    dry_engine: says which passes take the most memory.
+    """
 
     planner: Planner
     plan: MemoryPlan
     available: int
+    dry_engine: DryEngine
 
     def sized(self, limits: StepLimits, config: EngineConfig) -> StepLimits:
-        """Return the limits with the plan's rows and tokens of a step."""
-        return sized(limits, config, self.plan.entry.rows, self.plan.entry.tokens)
+        """Return the limits with the plan's rows, tokens of a step, and graphs of prompts."""
+        entry = self.plan.entry
+        return sized(limits, config, entry.rows, entry.tokens, entry.graphs)
 
 
 @dataclass(frozen=True)
@@ -293,7 +295,7 @@ def plan_memory(
     plan = planner.plan(available)
     if sum(dry_engine.fixed.values()) > available:
         raise shortage(plan)
-    return Planned(planner, plan, available)
+    return Planned(planner, plan, available, dry_engine)
 
 
 @dataclass(frozen=True)
@@ -318,7 +320,7 @@ class Fitting:
         choices = len(self.build.choices)
         while True:
             entry = plan.entry
-            limits = sized(limits, self.config, entry.rows, entry.tokens)
+            limits = sized(limits, self.config, entry.rows, entry.tokens, entry.graphs)
             program = self.make_program(limits)
             parts, budget = self._measure(limits, program)
             # All ranks choose the same entry, since they run its steps together.
@@ -345,28 +347,23 @@ class Fitting:
     def _measure(self, limits: StepLimits, program: Program) -> tuple[dict[str, int], int]:
         """Run the largest steps on null rows -> (bytes by part, bytes left for the cache).
 
-        The second is negative where the parts exceed the configured share of the GPU.
+        Only the passes that take the most memory when they run dry are measured. The second result
+        is negative where the parts exceed the configured share of the GPU.
         """
         memory.allocate(self.layers, num_pages=2, num_slots=2, device=limits.device)
-        program.table.inputs.fill()
         forced = [forced_shape(limits, 1, window) for window in FORCED_WINDOWS]
-        for shape in (*forced, *uniform_shapes(limits)):
+        forced.append(largest_forced_step(limits))
+        for shape in (*forced, *uniform_shapes(limits), largest_prompt_step(limits)[1]):
             # A kernel takes memory of the GPU when it is loaded, its threads' stacks included.
+            fill_inputs(program, shape)
             program.run(shape)
-        lengths, prompt = largest_prompt_step(limits)
-        program.table.inputs.fill(query_lens=lengths)
-        uniform = StepShape.uniform(limits.row_buckets[-1], limits.query_len)
-        prompt_peak, _ = peak_bytes(program, prompt)
-        uniform_peak, kept = peak_bytes(program, uniform)
-        forced_peak, _ = peak_bytes(program, forced[-1])
-        padded_peak = joint_kept = kept
-        if limits.prompt_buckets:
-            program.table.pass_inputs[1].fill(query_lens=[limits.prompt_buckets[-1]])
-            padded = padded_prompt_step(limits, limits.prompt_buckets[-1])
-            padded_peak, joint_kept = peak_bytes(program, uniform, padded)
-        eager_peak = max(prompt_peak, peak_bytes(program, largest_forced_step(limits))[0])
-        graphs = limits.graph_mode != "none"
-        working = max(max(uniform_peak, forced_peak) - kept, padded_peak - joint_kept)
+        dry_engine = self.planned.dry_engine
+        step_peak, _ = peak_bytes(program, *dry_engine.largest_pass(limits))
+        graphs = 0
+        if limits.graph_mode != "none":
+            estimate = dry_engine.graphs(limits)
+            peak, kept = peak_bytes(program, *estimate.largest)
+            graphs = estimate.total - estimate.working + peak - kept
         free, total = torch.cuda.mem_get_info()
         share = 1.0 if self.config.kv_cache_memory_bytes else self.config.gpu_memory_utilization
         staging = memory.staging_bytes(self.config)
@@ -374,9 +371,8 @@ class Fitting:
             "weights": self.weights,
             "overhead": total - free - self.weights,  # the row table, CUDA, other programs
             "staging": staging,
-            # Before its capture a joint step runs eagerly, outside of the memory of the graphs.
-            "step": max(eager_peak, padded_peak if graphs else uniform_peak),
-            "graphs": graph_bytes(limits, working, kept, joint_kept) if graphs else 0,
+            "step": step_peak,
+            "graphs": graphs,
         }
         budget = int(total * share) - sum(parts.values())
         bound = self.config.kv_cache_memory_bytes
@@ -396,8 +392,17 @@ class Fitting:
         )
 
 
+def fill_inputs(program: Program, *shapes: StepShape) -> None:
+    """Fill the inputs of a pass with null rows. Prompts are as long as the shape allows."""
+    for inputs, shape in zip(program.table.pass_inputs, shapes, strict=False):
+        begins = range(0, shape.tokens, shape.query_len) if shape.prompt else ()
+        # The last prompt has the rest of the tokens.
+        inputs.fill(query_lens=[min(shape.query_len, shape.tokens - begin) for begin in begins])
+
+
 def peak_bytes(program: Program, *shapes: StepShape) -> tuple[int, int]:
     """Run the steps of a pass -> (peak bytes reserved on the GPU, bytes of their results)."""
+    fill_inputs(program, *shapes)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

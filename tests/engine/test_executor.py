@@ -15,8 +15,10 @@ from lockstep.scheduling.draft_length import FixedDraftLength
 from lockstep.scheduling.grammar import FillMasks, MaskQuery
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import Results, RowSpec, Schedule
+from lockstep.worker.build import graphs_of, sized
 from lockstep.worker.executor import InProcessExecutor
 from lockstep.worker.hooks import NO_HOOKS
+from lockstep.worker.memory_planner import PromptGraphs
 from lockstep.worker.plain_data import decode_plain
 from lockstep.worker.startup import WorkerStartup, smallest_fit
 from lockstep.worker.worker import Worker
@@ -149,6 +151,17 @@ def test_plan_uses_the_smallest_rank(config: EngineConfig) -> None:
     assert (plan.num_pages, plan.num_slots) == (7, 5)
     worker, _ = startup.start(plan, lambda what, done, of: None)
     assert isinstance(worker, Worker) and worker.table.tokens.shape[0] == 3
+
+
+def test_ranks_capture_the_graphs_that_all_have_memory_for(config: EngineConfig) -> None:
+    startup = WorkerStartup(config, lambda what, done, of: None, NO_HOOKS)
+    fit = startup.fit_memory()
+    limits = replace(fit.limits, graph_mode="full")
+    fits = [
+        replace(fit, limits=sized(limits, config, 2, 1024, PromptGraphs(*graphs)))
+        for graphs in ((1024, 2), (256, 6))
+    ]
+    assert graphs_of(smallest_fit(fits, config).limits) == PromptGraphs(256, 2)
 
 
 @pytest.mark.parametrize("field", ["prompt_token_ids", "params", "seed"])

@@ -13,6 +13,7 @@ from lockstep.config import EngineConfig
 from lockstep.worker import explain
 from lockstep.worker.explain import explain_architecture
 from lockstep.worker.memory_estimate import DryEngine
+from lockstep.worker.memory_planner import PROMPT_GRAPHS
 from tests.tiny_model import make_model
 
 ROOT = Path(__file__).parent.parent.parent
@@ -52,8 +53,8 @@ def test_needed_bytes_is_the_smallest_fitting_gpu(
     needed = plan_of(folder, None)["needed_bytes"]
     exact = plan_of(folder, needed + 1)
     assert exact["fits"] and exact["max_num_seqs"] == 1
-    # The graphs of longer prompt steps would take more.
-    assert exact["max_num_batched_tokens"] == 64
+    # The graphs of prompts were given up before anything else.
+    assert (exact["prompt_buckets"], exact["joint_graphs"]) == ((), 0)
     assert exact["cache_tokens"] >= 512
     assert sum(exact[f"{part}_bytes"] for part in PARTS) <= exact["available_bytes"]
     short = plan_of(folder, needed - 10_000)
@@ -66,6 +67,17 @@ def test_large_gpu_gets_preferred_sizes(folder: Path) -> None:
     plan = plan_of(folder, 24 * 10**9)
     assert (plan["max_num_seqs"], plan["max_num_batched_tokens"]) == (256, 2048)
     assert plan["row_buckets"][-1] == 256 and plan["notes"][0].startswith("max_num_seqs=256")
+    assert plan["prompt_buckets"][-1] == 512, "max_model_len bounds them"
+    assert plan["joint_graphs"] == PROMPT_GRAPHS[0].joint
+
+
+def test_set_prompt_buckets_are_kept(folder: Path) -> None:
+    plan = plan_of(folder, 24 * 10**9, prompt_buckets=(96, 300), **STEP_SIZE)
+    assert (plan["prompt_buckets"], plan["joint_graphs"]) == ((96, 300), PROMPT_GRAPHS[0].joint)
+    tight = plan_of(folder, plan["needed_bytes"] + 1, prompt_buckets=(96, 300), **STEP_SIZE)
+    assert tight["fits"] and (tight["prompt_buckets"], tight["joint_graphs"]) == ((96, 300), 0)
+    none = plan_of(folder, 24 * 10**9, prompt_buckets=(), **STEP_SIZE)
+    assert (none["prompt_buckets"], none["joint_graphs"]) == ((), 0)
 
 
 def test_explain_leaves_no_fake_tensors(tmp_path: Path) -> None:

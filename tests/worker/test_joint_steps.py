@@ -26,6 +26,7 @@ def limits(plain: LLM) -> StepLimits:
     """Return limits of a GPU whose steps of few prompts run as graphs."""
     plan = plain.engine.plan
     settings = {"device": "cuda", "graph_mode": "full", "prompt_buckets": (64, 256)}
+    settings["joint_graphs"] = 6
     return replace(plan, **settings, row_buckets=(1, 2, 4), max_num_seqs=4)
 
 
@@ -78,25 +79,25 @@ def test_graphs_of_joint_steps_are_bounded(
     limits: StepLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = JointSteps(limits)
-    monkeypatch.setattr(joint_steps, "MAX_GRAPHS", 1)
+    monkeypatch.setattr(joint_steps, "max_graphs", lambda limits: 1)
     pair = steps.join(DECODE, [10])
     assert pair is not None and steps.needs_capture(pair)
     steps.graphs.add(pair)
     assert not steps.needs_capture(pair)
     assert steps.join(DECODE, [200]) is None, "one graph at most"
     assert steps.join(DECODE, [20]) is not None, "captured ones stay"
-    monkeypatch.setattr(joint_steps, "MAX_GRAPHS", 9)
+    monkeypatch.setattr(joint_steps, "max_graphs", lambda limits: 9)
     assert steps.join(DECODE, [200]) is not None
     # Graphs keep rows of logits: of 1 or 2 decoding rows, of 4 prompts and of the null row. Two
     # graphs have 13, and 20 with a third one. The memory of two largest ones holds 18.
-    monkeypatch.setattr(joint_steps, "LARGEST_GRAPHS", 2)
+    steps.limits = replace(limits, joint_graphs=2)
     second = steps.join(StepShape.uniform(1, 1), [100])
     assert second is not None
     steps.graphs.add(second)
     assert steps.join(DECODE, [200]) is None
     steps.graphs.remove(second)
     assert steps.join(DECODE, [200]) is not None
-    monkeypatch.setattr(joint_steps, "LARGEST_GRAPHS", 1)
+    steps.limits = replace(limits, joint_graphs=1)
     assert steps.join(DECODE, [200]) is None, "results of one largest step at most"
     steps.graphs.clear()
     assert steps.join(DECODE, [200]) is not None
@@ -107,7 +108,12 @@ def test_graphs_of_joint_steps_are_bounded(
 @pytest.mark.usefixtures("at_first_use")
 @pytest.mark.parametrize(
     "changed",
-    [{"graph_mode": "none"}, {"graph_mode": "piecewise"}, {"prompt_buckets": ()}],
+    [
+        {"graph_mode": "none"},
+        {"graph_mode": "piecewise"},
+        {"prompt_buckets": ()},
+        {"joint_graphs": 0},
+    ],
     ids=str,
 )
 def test_without_graphs_of_prompts_no_steps_join(limits: StepLimits, changed: Any) -> None:
@@ -163,6 +169,7 @@ def test_capture_writes_null_rows_only(drafter: str, monkeypatch: pytest.MonkeyP
     llm = make_engine(drafter, steps_in_flight=2)
     worker = worker_of(llm.engine)
     limits = replace(llm.engine.plan, device="cuda", graph_mode="full", prompt_buckets=(64, 256))
+    limits = replace(limits, joint_graphs=6)
     joined_as_graphs(worker, limits)
     capture = worker._capture_joint
     num_running: list[int] = []

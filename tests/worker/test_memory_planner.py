@@ -1,18 +1,25 @@
 """The memory planner: what fits, what shrinks first, and consistent figures."""
 
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lockstep.step import PAGE_SIZE
+from lockstep.worker.build import GPU_PROMPT_BUCKETS
 from lockstep.worker.memory_planner import (
     ASSUMED_CONTEXT,
+    PROMPT_GRAPHS,
     ROWS,
     TOKENS,
+    LadderEntry,
     MemoryPlan,
     Planner,
+    PromptGraphs,
     UserSizes,
     shortage_reason,
 )
@@ -29,13 +36,16 @@ class FixedCosts:
 
     page: int = 1_000_000
     slot: int = 177_000_000
+    graph_token: int = 100_000
     fixed: dict[str, int] = field(default_factory=lambda: {"weights": 19 * GB, "overhead": GB})
 
-    def working(self, rows: int, tokens: int) -> dict[str, int]:
-        return {"table": rows * 1_500_000, "step": tokens * 400_000, "graphs": rows * 7_000_000}
+    def working(self, rows: int, tokens: int, graphs: PromptGraphs) -> dict[str, int]:
+        joint = graphs.joint * (rows * 4_000_000 + graphs.max_tokens * 10_000)
+        graph_bytes = rows * 7_000_000 + graphs.max_tokens * self.graph_token + joint
+        return {"table": rows * 1_500_000, "step": tokens * 400_000, "graphs": graph_bytes}
 
 
-def planner(slot: int = 177_000_000, **user_sizes: int) -> Planner:
+def planner(slot: int = 177_000_000, **user_sizes: Any) -> Planner:
     """Return a planner with these explicit settings."""
     return Planner(UserSizes(**user_sizes), FixedCosts(slot=slot), COLUMNS)
 
@@ -57,7 +67,8 @@ def test_plan_fits_and_parts_add_up(available: int, slot: int) -> None:
     assert plan.needed <= available
     assert plan.parts["pages"] == plan.pages * plans.costs.page
     assert plan.parts.get("state", 0) == plan.slots * slot
-    assert plan.parts | plans.costs.working(plan.entry.rows, plan.entry.tokens) == plan.parts
+    working = plans.costs.working(plan.entry.rows, plan.entry.tokens, plan.entry.graphs)
+    assert plan.parts | working == plan.parts
     assert plan.pages > COLUMNS, "one request of max_model_len fits"
     assert plan.pages > plan.entry.rows * ASSUMED_CONTEXT // PAGE_SIZE
     if slot:
@@ -71,23 +82,30 @@ def test_plan_is_monotonic_in_memory(one: int, other: int, slot: int) -> None:
     assert rank(large, plans) <= rank(small, plans)
 
 
-@given(BYTES, SLOTS)
-def test_bisection_finds_first_fitting_entry(available: int, slot: int) -> None:
-    plans = planner(slot)
+@given(BYTES, SLOTS, st.sampled_from([100_000, 800_000]))
+def test_bisection_finds_first_fitting_entry(available: int, slot: int, graph_token: int) -> None:
+    """Graphs of long prompts may take more memory than joint ones."""
+    plans = replace(planner(slot), costs=FixedCosts(slot=slot, graph_token=graph_token))
     fits = [sum(plans.min_bytes(entry).values()) <= available for entry in plans.ladder()]
     assert rank(plans.plan(available), plans) == (fits.index(True) if any(fits) else len(fits))
 
 
+def sizes_of(plans: Planner) -> list[list[LadderEntry]]:
+    """Return the entries of a ladder by rows, tokens and snapshots."""
+    return [list(entries) for _, entries in groupby(plans.ladder(), attrgetter("size"))]
+
+
 @given(SLOTS)
-def test_ladder_is_sorted_by_memory(slot: int) -> None:
+def test_sizes_of_the_ladder_are_sorted_by_memory(slot: int) -> None:
+    """The bisection needs it of the entries without graphs of prompts."""
     plans = planner(slot)
-    sizes = [sum(plans.min_bytes(entry).values()) for entry in plans.ladder()]
+    sizes = [sum(plans.min_bytes(entries[-1]).values()) for entries in sizes_of(plans)]
     assert sizes == sorted(sizes, reverse=True)
 
 
 def test_ladder_order_is_documented() -> None:
-    ladder = planner().ladder()
-    pairs = [(entry.rows, entry.tokens) for entry in ladder]
+    sizes = [entries[0] for entries in sizes_of(planner())]
+    pairs = [(entry.rows, entry.tokens) for entry in sizes]
     assert pairs[0] == (ROWS[0], TOKENS[0])
     assert pairs[pairs.index((16, 2048)) + 1 :] == [
         *((16, 1024), (16, 512)),
@@ -96,8 +114,51 @@ def test_ladder_order_is_documented() -> None:
         *((rows, 256) for rows in (3, 2, 1)),
         *((1, tokens) for tokens in (256, 128, 64)),
     ]
-    assert [entry.snapshots for entry in ladder[-4:]] == [1, 0, 0, 0]
-    assert all(entry.snapshots == entry.rows for entry in ladder[:-3])
+    assert [entry.snapshots for entry in sizes[-4:]] == [1, 0, 0, 0]
+    assert all(entry.snapshots == entry.rows for entry in sizes[:-3])
+
+
+def test_graphs_of_prompts_yield_to_rows() -> None:
+    graphs = {
+        entries[0].size[:2]: [(entry.graphs.max_tokens, entry.graphs.joint) for entry in entries]
+        for entries in sizes_of(planner())
+    }
+    joint = [(tokens, joint) for joint in (6, 2, 0) for tokens in (2048, 1024, 512)]
+    assert graphs[32, 2048] == [*joint, (256, 0), (0, 0)]
+    assert graphs[16, 512] == [(512, 6), (512, 2), (512, 0), (256, 0), (0, 0)]
+    assert graphs[1, 64] == [(64, 6), (64, 2), (64, 0), (0, 0)]
+
+
+def test_every_choice_of_graphs_ends_at_a_token_count() -> None:
+    counts = [graphs.max_tokens for graphs in PROMPT_GRAPHS if graphs.max_tokens]
+    assert counts[0] == GPU_PROMPT_BUCKETS[-1] and set(counts) <= set(GPU_PROMPT_BUCKETS)
+
+
+def test_tight_memory_costs_graphs_before_a_row() -> None:
+    plans = planner()
+    entries = next(entries for entries in sizes_of(plans) if entries[0].rows == 24)
+    needed = [sum(plans.min_bytes(entry).values()) for entry in entries]
+    for entry, available in zip(entries, needed, strict=True):
+        plan = plans.plan(available)
+        assert (plan.entry.size, plan.entry.graphs) == (entry.size, entry.graphs)
+    below = plans.plan(min(needed) - 1)
+    assert below.entry.rows < 24 and below.entry.graphs == PROMPT_GRAPHS[0]
+
+
+def test_graphs_of_set_token_counts_stay() -> None:
+    limit = PromptGraphs(1024, 6)
+    plans = replace(planner(prompt_buckets=(64, 1024)), max_graphs=limit)
+    assert {entry.graphs for entry in plans.ladder()} == {
+        *(PromptGraphs(1024, joint) for joint in (6, 2, 0))
+    }
+    none = replace(planner(prompt_buckets=()), max_graphs=PromptGraphs(0, 0))
+    assert {entry.graphs for entry in none.ladder()} == {PromptGraphs(0, 0)}
+    assert "or change prompt_buckets=64,1024." in shortage_reason(plans.plan(20 * GB))
+
+
+def test_engines_without_graphs_have_none_to_give_up() -> None:
+    plans = replace(planner(), max_graphs=PromptGraphs(0, 0))
+    assert all(len(entries) == 1 for entries in sizes_of(plans))
 
 
 @given(
@@ -146,6 +207,28 @@ def test_notes_name_choice_and_gain_of_more_memory() -> None:
     assert "max_num_seqs=256 and max_num_batched_tokens=2048" in rest[-1]
     assert planner(rows=2, tokens=256).plan(24 * GB).notes == ()
     assert len(plans.plan(200 * GB).notes) == 1
+
+
+def test_notes_name_graphs_that_were_given_up() -> None:
+    plans = planner()
+    entries = next(entries for entries in sizes_of(plans) if entries[0].rows == 24)
+    graphs = [entry.graphs for entry in entries]
+
+    def notes(entry: LadderEntry) -> tuple[str, ...]:
+        return plans.plan(sum(plans.min_bytes(entry).values())).notes
+
+    one = notes(entries[graphs.index(PromptGraphs(1024, 0))])
+    assert "GB more would allow graphs of prompts up to 2048 tokens" in one[1]
+    assert one[2].endswith("GB more would allow max_num_seqs=32")
+    assert one[3].endswith("GB more would allow max_num_seqs=256")
+    assert len(one) == 4
+    one = notes(entries[graphs.index(PromptGraphs(2048, 2))])
+    assert one[1].endswith("GB more would allow more graphs of joint steps")
+    # Rows and tokens are the user's: the graphs alone were chosen.
+    fixed = replace(plans, user_sizes=UserSizes(rows=24, tokens=2048))
+    fewest = fixed.plan(sum(fixed.min_bytes(fixed.ladder()[-1]).values()))
+    assert fewest.entry.graphs == PromptGraphs(0, 0)
+    assert fewest.notes[0].endswith("GB more would allow graphs of prompts up to 256 tokens")
 
 
 def test_shortage_reason_names_missing_bytes() -> None:

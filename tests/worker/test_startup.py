@@ -1,6 +1,7 @@
 """GPU memory is planned before a model is built, and again if a measured step needs more. The GPU's
 answers are faked."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,14 @@ from lockstep.kernels.architecture import architecture_by_name
 from lockstep.kernels.backends import load as load_backends
 from lockstep.kernels.exchange import ALONE
 from lockstep.models.checkpoint import Checkpoint
+from lockstep.step import StepShape
 from lockstep.worker import startup
-from lockstep.worker.build import step_limits
+from lockstep.worker.build import graphs_of, largest_prompt_step, step_limits
+from lockstep.worker.memory_estimate import GraphBytes
 from lockstep.worker.memory_planner import Planner, UserSizes
+from lockstep.worker.row_table import StepInputs
 from lockstep.worker.startup import Fitting, Planned, dry_engine_of, plan_memory
+from lockstep.worker.step_shapes import padded_prompt_step
 from tests.tiny_model import make_model
 from tests.worker.test_memory_planner import COLUMNS, GB, FixedCosts
 
@@ -64,7 +69,8 @@ class MeasuredFitting(Fitting):
 
     def _measure(self, limits: Any, program: Any) -> tuple[dict[str, int], int]:
         costs = self.planned.planner.costs
-        working = costs.working(limits.max_num_seqs, limits.max_num_batched_tokens)
+        sizes = (limits.max_num_seqs, limits.max_num_batched_tokens)
+        working = costs.working(*sizes, graphs_of(limits))
         parts = dict(costs.fixed) | working
         parts["step"] += self.surprise
         return parts, 24 * GB - sum(parts.values())
@@ -83,7 +89,7 @@ def fitting(monkeypatch: pytest.MonkeyPatch, surprise: int, **user_sizes: int) -
         build.choices.append(limits.max_num_seqs)
         return limits.max_num_seqs
 
-    plan = Planned(planner, planner.plan(24 * GB), 24 * GB)
+    plan = Planned(planner, planner.plan(24 * GB), 24 * GB, Any)
     config = EngineConfig.read()
     return MeasuredFitting(config, build, {}, plan, make_program, 0)
 
@@ -129,3 +135,69 @@ def test_measured_misfit_is_refused_with_measured_bytes(
     user_sizes = fitting(monkeypatch, surprise=3 * GB, rows=9, tokens=256)
     with pytest.raises(CapacityError, match="or change max_num_seqs=9, max_num_batched_tokens=256"):
         user_sizes.fit(limits_of())
+
+
+class MeasuredProgram:
+    """Program that records the passes it runs, with the bytes that the GPU reports for them.
+
+    prompt_lengths: prompt tokens of the rows of each pass, by its steps.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+        inputs = [StepInputs(rows + 1, "cpu") for _ in range(2)]
+        self.table = SimpleNamespace(inputs=inputs[0], pass_inputs=inputs)
+        self.passes: list[tuple[StepShape, ...]] = []
+        self.prompt_lengths: list[list[list[int]]] = []
+        self.allocated = 0
+        self.peak = 0
+        cuda = {
+            "synchronize": lambda: None,
+            "reset_peak_memory_stats": lambda: None,
+            "memory_reserved": lambda: self.allocated,
+            "memory_allocated": lambda: self.allocated,
+            "max_memory_reserved": lambda: self.peak,
+        }
+        for name, answer in cuda.items():
+            monkeypatch.setattr(f"torch.cuda.{name}", answer)
+
+    def run(self, shape: StepShape) -> None:
+        self.passes.append((shape,))
+
+    def forward(self, *shapes: StepShape) -> tuple[str, ...]:
+        """Take 100 bytes for each token, of which 10 are results."""
+        tokens = sum(shape.tokens for shape in shapes)
+        self.allocated = 10 * tokens
+        self.peak = 100 * tokens
+        self.passes.append(shapes)
+        lengths = [inputs.query_lens.tolist() for inputs in self.table.pass_inputs]
+        self.prompt_lengths.append([[n for n in row if n] for row in lengths[: len(shapes)]])
+        self.table.pass_inputs[0].fill()
+        return ("",) * len(shapes)
+
+    def decide(self, forwarded: str) -> None:
+        pass
+
+
+def test_passes_with_the_highest_peaks_are_measured(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the graphs' estimated bytes, those that they share are replaced by the measured ones."""
+    limits = replace(limits_of(), max_model_len=900)
+    prompts = largest_prompt_step(limits)[1]
+    decode = StepShape.uniform(16, 1)
+    padded = padded_prompt_step(limits, 256)
+    estimate = GraphBytes((decode, padded), working=1, results=20, driver=300)
+    dry_engine: Any = SimpleNamespace(
+        largest_pass=lambda limits: (prompts,), graphs=lambda limits: estimate
+    )
+    plan = replace(fitting(monkeypatch, surprise=0).planned, dry_engine=dry_engine)
+    program: Any = MeasuredProgram(monkeypatch, limits.max_num_seqs)
+    monkeypatch.setattr(startup.memory, "allocate", lambda *arguments, **options: None)
+    build: Any = SimpleNamespace(choices=[], group=ALONE)
+    one = Fitting(EngineConfig.read(), build, {}, plan, lambda limits: program, 5)
+    parts, budget = one._measure(limits, program)
+    assert program.passes[-2:] == [(prompts,), (decode, padded)]
+    assert program.prompt_lengths == [[[900, 900, 248]], [[], [256]]]
+    assert parts["step"] == 100 * 2048
+    assert parts["graphs"] == 320 + 90 * (16 + 256)
+    assert budget == int(24 * GB * 0.9) - sum(parts.values())
