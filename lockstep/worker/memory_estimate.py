@@ -212,9 +212,8 @@ def graph_bytes(limits: StepLimits, pass_bytes: Callable[..., PassBytes]) -> Gra
     if limits.joint_graphs:
         joint_results = passes[decode[-1],].results + passes[padded[-1],].results
         results += limits.joint_graphs * joint_results
-        count += 2 * max_graphs(
-            limits
-        )  # a joint step has a forward graph, and a decide of each step
+        # A joint step has a forward graph, and a graph of decide for each of its steps.
+        count += 3 * max_graphs(limits)
     return GraphBytes(largest, passes[largest].working, results, count * GRAPH_BYTES)
 
 
@@ -232,6 +231,22 @@ def captured_passes(
     if limits.joint_graphs:
         widest = max(decode, key=lambda shape: passes[shape,].working)
         passes[widest, padded[-1]] = pass_bytes(widest, padded[-1])
+    return passes
+
+
+def candidate_passes(limits: StepLimits) -> list[tuple[StepShape, ...]]:
+    """Return the shapes of all forward passes that may take the most memory.
+
+    They are the same on all ranks, in the same order. Which one takes the most may differ, since
+    the shares of the ranks do.
+    """
+    decode = decode_shapes(limits)
+    padded = padded_shapes(limits)
+    eager = (largest_prompt_step(limits)[1], largest_forced_step(limits))
+    single = (*eager, *decode, *one_row_forced(limits), *padded)
+    passes: list[tuple[StepShape, ...]] = [(shape,) for shape in single]
+    if limits.joint_graphs:
+        passes += [(shape, padded[-1]) for shape in decode]
     return passes
 
 

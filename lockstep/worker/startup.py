@@ -41,7 +41,12 @@ from lockstep.worker.build import (
 from lockstep.worker.compile_ahead import StartCompiler
 from lockstep.worker.explain_ranks import RankBytes
 from lockstep.worker.hooks import CheckHooks
-from lockstep.worker.memory_estimate import DryEngine, planner_of, weight_bytes
+from lockstep.worker.memory_estimate import (
+    DryEngine,
+    candidate_passes,
+    planner_of,
+    weight_bytes,
+)
 from lockstep.worker.memory_planner import MemoryPlan, Planner, PromptGraphs, shortage
 from lockstep.worker.program import Program
 from lockstep.worker.step_shapes import forced_shape, largest_forced_step, uniform_shapes
@@ -347,8 +352,9 @@ class Fitting:
     def _measure(self, limits: StepLimits, program: Program) -> tuple[dict[str, int], int]:
         """Run the largest steps on null rows -> (bytes by part, bytes left for the cache).
 
-        Only the passes that take the most memory when they run dry are measured. The second result
-        is negative where the parts exceed the configured share of the GPU.
+        Only the passes that take the most memory when they run dry are measured. They count with
+        their bytes of the dry run at least. The second result is negative where the parts exceed
+        the configured share of the GPU.
         """
         memory.allocate(self.layers, num_pages=2, num_slots=2, device=limits.device)
         forced = [forced_shape(limits, 1, window) for window in FORCED_WINDOWS]
@@ -358,12 +364,13 @@ class Fitting:
             fill_inputs(program, shape)
             program.run(shape)
         dry_engine = self.planned.dry_engine
-        step_peak, _ = peak_bytes(program, *dry_engine.largest_pass(limits))
+        largest = dry_engine.largest_pass(limits)
+        step_peak, _ = peak_bytes(program, *self._agreed(limits, largest))
         graphs = 0
         if limits.graph_mode != "none":
             estimate = dry_engine.graphs(limits)
-            peak, kept = peak_bytes(program, *estimate.largest)
-            graphs = estimate.total - estimate.working + peak - kept
+            peak, kept = peak_bytes(program, *self._agreed(limits, estimate.largest))
+            graphs = estimate.total + max(peak - kept - estimate.working, 0)
         free, total = torch.cuda.mem_get_info()
         share = 1.0 if self.config.kv_cache_memory_bytes else self.config.gpu_memory_utilization
         staging = memory.staging_bytes(self.config)
@@ -371,12 +378,19 @@ class Fitting:
             "weights": self.weights,
             "overhead": total - free - self.weights,  # the row table, CUDA, other programs
             "staging": staging,
-            "step": step_peak,
+            "step": max(step_peak, dry_engine.pass_bytes(*largest).peak),
             "graphs": graphs,
         }
         budget = int(total * share) - sum(parts.values())
         bound = self.config.kv_cache_memory_bytes
         return parts, budget if bound is None else min(budget, bound)
+
+    def _agreed(self, limits: StepLimits, shapes: tuple[StepShape, ...]) -> tuple[StepShape, ...]:
+        """Return a pass that one of the ranks chose. All run the same one, since each exchange
+        waits for all of them.
+        """
+        passes = candidate_passes(limits)
+        return passes[smallest(self.build.group, passes.index(shapes))]
 
     def _measured_shortage(
         self, plan: MemoryPlan, parts: dict[str, int], missing: int

@@ -17,7 +17,8 @@ from lockstep.models.checkpoint import Checkpoint
 from lockstep.step import StepShape
 from lockstep.worker import startup
 from lockstep.worker.build import graphs_of, largest_prompt_step, step_limits
-from lockstep.worker.memory_estimate import GraphBytes
+from lockstep.worker.dry_run import PassBytes
+from lockstep.worker.memory_estimate import GraphBytes, candidate_passes, captured_passes
 from lockstep.worker.memory_planner import Planner, UserSizes
 from lockstep.worker.row_table import StepInputs
 from lockstep.worker.startup import Fitting, Planned, dry_engine_of, plan_memory
@@ -178,26 +179,58 @@ class MeasuredProgram:
         pass
 
 
-def test_passes_with_the_highest_peaks_are_measured(
-    gpu: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the graphs' estimated bytes, those that they share are replaced by the measured ones."""
-    limits = replace(limits_of(), max_model_len=900)
-    prompts = largest_prompt_step(limits)[1]
-    decode = StepShape.uniform(16, 1)
+def measured(monkeypatch: pytest.MonkeyPatch, agreed: int | None) -> tuple[Any, Any, int]:
+    """Measure the largest passes -> (program, parts, bytes left for the cache).
+
+    agreed: index of the candidate that the ranks agree on; None: the one that this rank chose.
+    """
+    sizes = {"row_buckets": (8, 16), "prompt_buckets": (64, 256), "joint_graphs": 2}
+    limits = replace(limits_of(), max_model_len=900, graph_mode="full", **sizes)
     padded = padded_prompt_step(limits, 256)
-    estimate = GraphBytes((decode, padded), working=1, results=20, driver=300)
+    estimate = GraphBytes((StepShape.uniform(16, 1), padded), working=1000, results=20, driver=300)
     dry_engine: Any = SimpleNamespace(
-        largest_pass=lambda limits: (prompts,), graphs=lambda limits: estimate
+        largest_pass=lambda limits: (largest_prompt_step(limits)[1],),
+        graphs=lambda limits: estimate,
+        pass_bytes=lambda *shapes: PassBytes(5000, 0),
     )
     plan = replace(fitting(monkeypatch, surprise=0).planned, dry_engine=dry_engine)
     program: Any = MeasuredProgram(monkeypatch, limits.max_num_seqs)
     monkeypatch.setattr(startup.memory, "allocate", lambda *arguments, **options: None)
+    monkeypatch.setattr(startup, "smallest", lambda group, n: n if agreed is None else agreed)
     build: Any = SimpleNamespace(choices=[], group=ALONE)
     one = Fitting(EngineConfig.read(), build, {}, plan, lambda limits: program, 5)
     parts, budget = one._measure(limits, program)
-    assert program.passes[-2:] == [(prompts,), (decode, padded)]
+    return program, parts, budget
+
+
+def test_passes_with_the_highest_peaks_are_measured(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the graphs' estimated bytes, those that they share are replaced by the measured ones."""
+    program, parts, budget = measured(monkeypatch, None)
+    ((prompts,), (decode, padded)) = program.passes[-2:]
+    assert (prompts.tokens, decode.tokens, padded.tokens) == (2048, 16, 256)
     assert program.prompt_lengths == [[[900, 900, 248]], [[], [256]]]
     assert parts["step"] == 100 * 2048
     assert parts["graphs"] == 320 + 90 * (16 + 256)
     assert budget == int(24 * GB * 0.9) - sum(parts.values())
+
+
+def test_ranks_measure_the_same_passes(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that chose a larger one counts with its own estimate."""
+    program, parts, _ = measured(monkeypatch, 2)
+    assert [len(shapes) for shapes in program.passes[-2:]] == [1, 1]
+    assert {shapes[0].tokens for shapes in program.passes[-2:]} == {8}
+    assert parts["step"] == 5000
+    assert parts["graphs"] == 1320
+
+
+def test_largest_passes_are_candidates(gpu: Any, tmp_path: Path) -> None:
+    """Ranks choose by index, so each pass that a dry run may name is in the list."""
+    for mode in ("none", "full"):
+        limits = replace(limits_of(), graph_mode=mode, row_buckets=(1, 4), prompt_buckets=(64,))
+        limits = replace(limits, joint_graphs=2 if mode == "full" else 0)
+        candidates = candidate_passes(limits)
+        assert len(set(candidates)) == len(candidates)
+        passes = captured_passes(limits, lambda *shapes: PassBytes(len(shapes), 0))
+        assert set(passes) <= set(candidates)
