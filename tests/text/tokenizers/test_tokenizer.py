@@ -68,6 +68,7 @@ def test_streamed_parts_with_spaces_and_byte_tokens(spaced):
     @given(st.text())
     @example(TEXT)
     @example("a  b \n the fox")
+    @example("  ")
     def check(text):
         ids = spaced.encode(text, False)
         parts = Detokenizer(spaced, skip_special_tokens=False)
@@ -83,10 +84,11 @@ def test_token_bytes_include_the_leading_space(spaced):
 
     @given(st.text())
     @example("a  b \n the fox")
+    @example("  ")
     def check(text):
         ids = spaced.encode(text, False)
         joined = b"".join(map(spaced.token_bytes, ids)).decode()
-        assert joined.removeprefix(" ") == spaced.decode(ids, False).removeprefix(" ")
+        assert spaced.decode(ids, False) in (joined, joined.removeprefix(" "))
 
     check()
 
