@@ -578,9 +578,9 @@ FAULTS = (
     ),
     Fault(
         "a joint step before its capture has no memory", "worker", "worker.memory_estimate",
-        "DryEngine._working",
-        '{"table": $table, "step": max($eager, $padded), "graphs": $graphs}',
-        '{"table": $table, "step": $eager, "graphs": $graphs}',
+        "DryEngine.largest_pass",
+        "$passes.append(($widest, padded_shapes($limits)[-1]))",
+        "pass",
         "tests/worker/test_dry_run.py::test_joint_steps_before_their_captures_have_memory",
     ),
     Fault(
