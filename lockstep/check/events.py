@@ -10,6 +10,7 @@ PREEMPTIONS = "preemptions"
 DRAFTED = "draft tokens"
 ACCEPTED = "accepted draft tokens"
 FORCED = "forced tokens"
+JOINT_STEPS = "joint steps"
 """Names of counters in a report."""
 
 

@@ -571,10 +571,16 @@ FAULTS = (
         "tests/scheduling/test_scheduler.py::test_rows_that_return_leave_new_prompts_their_chunks",
     ),
     Fault(
+        "the shortest prompts take whole steps", "scheduler", "scheduling.chunks", "split_budget",
+        "$first = min(max($budget // 2, $align), $budget)",
+        "$first = 0",
+        "tests/scheduling/test_scheduler.py::test_split_budget",
+    ),
+    Fault(
         "a joint step before its capture has no memory", "worker", "worker.memory_estimate",
-        "DryEngine._working",
-        '{"table": $table, "step": max($eager, $padded), "graphs": $graphs}',
-        '{"table": $table, "step": $eager, "graphs": $graphs}',
+        "DryEngine.largest_pass",
+        "$passes.append(($widest, padded_shapes($limits)[-1]))",
+        "pass",
         "tests/worker/test_dry_run.py::test_joint_steps_before_their_captures_have_memory",
     ),
     Fault(

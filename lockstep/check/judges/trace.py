@@ -44,12 +44,11 @@ class Trace(StepObserver):
         self._ctx = ctx
         self._positions = []
         begin = 0  # tokens of the steps before
-        # A step that raised before its model call has left its rows, and a probe has none.
-        latest = self._requests[-len(ctx.steps) :]
-        for step, requests in zip(ctx.steps, latest, strict=False):
+        for step, requests in zip(ctx.steps, self._requests, strict=False):
             rows = [row for row, request in enumerate(requests) if self.selects(request)]
-            if rows:
-                # This waits for the device, so only traced runs do it.
+            # A step that raised before its model call has left its rows. The next call is a probe
+            # on null rows. Reading values waits for the device, so only traced runs do it.
+            if rows and step.row_ids.any():
                 first, last = step.cu_seqlens[rows[0] : rows[0] + 2].tolist()
                 positions = step.positions[first:last].tolist()
                 indices = range(begin + first, begin + last)

@@ -12,6 +12,7 @@ from lockstep.kernels.backends import all_ops
 from lockstep.kernels.registry import Op
 from lockstep.sampling_params import SamplingParams
 from lockstep.spec import DRAFTERS
+from lockstep.worker.joint_steps import USES_BEFORE_CAPTURE
 
 ALL_DRAFTERS = (*DRAFTERS, oracle_drafter.NAME)
 
@@ -28,6 +29,13 @@ OUTSIDE_THE_ENGINE = frozenset(
 outputs are returned, or become part of a grammar."""
 
 
+NO_JOINT_STEPS = (
+    "no scenario of this run had one; on a GPU their graphs are captured after "
+    f"{USES_BEFORE_CAPTURE} uses of a shape"
+)
+"""Reason why joint steps were not exercised."""
+
+
 def engine_parameters() -> set[str]:
     """Return the names of the sampling parameters that reach the engine."""
     return set(SamplingParams.names()) - OUTSIDE_THE_ENGINE
@@ -40,7 +48,8 @@ class Coverage:
     backends: names of the backends that ran, by op. refused: reason by backend, by op. drafters:
     drafters that ran. parameters: sampling parameters that differed from their defaults.
     refused_drafters: reason by drafter that the checkpoint does not support. has_engine: an engine
-    was recorded, so that an op without a backend is none of its model's.
+    was recorded, so that an op without a backend is none of its model's. has_joint_steps: a
+    scenario had a decode step and a prompt step in one forward pass.
     """
 
     backends: dict[str, set[str]] = field(default_factory=dict)
@@ -49,6 +58,7 @@ class Coverage:
     parameters: set[str] = field(default_factory=set)
     refused_drafters: dict[str, str] = field(default_factory=dict)
     has_engine: bool = False
+    has_joint_steps: bool = False
 
     def record_engine(self, engine: Engine, drafter: str) -> None:
         """Record an engine with this drafter, or with "none"."""
@@ -83,6 +93,8 @@ class Coverage:
             for name in SamplingParams.names()
             if name in unused
         ]
+        if not self.has_joint_steps:
+            missing.append(("joint steps", NO_JOINT_STEPS))
         return missing + self._missing_ops() + self._missing_backends()
 
     def _missing_ops(self) -> list[tuple[str, str]]:

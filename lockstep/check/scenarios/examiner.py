@@ -13,7 +13,7 @@ from lockstep.answer import Answer
 from lockstep.check.collector import Collector
 from lockstep.check.drafters import NO_DRAFTER
 from lockstep.check.engines import CheckEngine
-from lockstep.check.events import ACCEPTED, CACHED, DRAFTED, FORCED, PREEMPTIONS
+from lockstep.check.events import ACCEPTED, CACHED, DRAFTED, FORCED, JOINT_STEPS, PREEMPTIONS
 from lockstep.check.judges.plain_runs import SERVED, PlainRuns
 from lockstep.check.judges.trace import compare, traced
 from lockstep.check.matrix.setups import SCENARIO, Setup, Size
@@ -247,7 +247,9 @@ def run_scenarios(
             if not run.run(index):
                 return
     if sum(tally.setup.phase == SCENARIO for tally in report.tallies) >= MIN_SCENARIOS:
-        _check_exercised(report, REQUIRED_EVENTS)
+        # A GPU needs a graph of each joint step, which few scenarios capture.
+        on_cpu = examiner.plain.engine.engine.plan.device == "cpu"
+        _check_exercised(report, (*REQUIRED_EVENTS, *(JOINT_STEPS,) * on_cpu))
 
 
 @dataclass
@@ -280,6 +282,7 @@ class _ScenarioRun:
             return True
         if report.coverage is not None:
             _record_params(report.coverage, scenario)
+            report.coverage.has_joint_steps |= result.events[JOINT_STEPS] > 0
         seconds = round(time.monotonic() - started, 2)
         failed = int(result.difference is not None)
         report.add(Tally(setup_of(scenario), result.answers, failed, seconds, f"scenario {index}"))

@@ -14,7 +14,7 @@ from lockstep.check.scenarios.service_order import ServiceOrder
 from lockstep.check.scenarios.step_plans import StepPlans
 from lockstep.engine.engine import Engine
 from lockstep.scheduling.request import Request
-from lockstep.scheduling.schedule import Admission, PromptChunk, Schedule
+from lockstep.scheduling.schedule import Admission, PromptChunk, Results, Schedule
 from lockstep.scheduling.scheduler import ScheduledRequest, Scheduler
 from lockstep.worker.executor import worker_of
 
@@ -158,7 +158,7 @@ class CheckedScheduler(Scheduler):
     seems short to it for as long as that needs. returned: how requests returned, by id.
     resumptions: cached prefixes of first admissions, by id. requests: all that were added.
     num_preempted: preemptions by id. total_preempted: all of them. num_cached: cached tokens of all
-    admissions. plans: check of its steps.
+    admissions. num_joint_steps: joint steps whose results were read. plans: check of its steps.
     """
 
     def __init__(self, cache: Cache, **options: Any) -> None:
@@ -171,6 +171,7 @@ class CheckedScheduler(Scheduler):
         self.num_preempted: Counter[str] = Counter()
         self.total_preempted = 0
         self.num_cached = 0
+        self.num_joint_steps = 0
         self._order = ServiceOrder(self.policy)
         self.plans = StepPlans(self)
         self._started: list[str] = []
@@ -217,6 +218,11 @@ class CheckedScheduler(Scheduler):
             self.resumptions.setdefault(admission.spec.id, resumption)
             self.num_cached += admission.start
         return schedule
+
+    def update(self, schedule: Schedule, results: Results) -> list[Request]:
+        """Count joint steps, which are the decode steps without a time."""
+        self.num_joint_steps += bool(schedule.decode) and results.decode_ms is None
+        return super().update(schedule, results)
 
     def _revealed_answer(self, schedule: Schedule) -> str | None:
         """Return which salted answer drafters learn from, or None.

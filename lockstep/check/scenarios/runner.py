@@ -14,7 +14,7 @@ from lockstep.answer import Answer
 from lockstep.check import oracle_drafter
 from lockstep.check.drafters import prediction_of
 from lockstep.check.engines import CheckEngine, Completion
-from lockstep.check.events import FORCED, count_events
+from lockstep.check.events import FORCED, JOINT_STEPS, count_events
 from lockstep.check.judges.digests import LogitDigests
 from lockstep.check.judges.plain_runs import PlainRuns, seed_of
 from lockstep.check.judges.texts import wrong_scores
@@ -121,6 +121,7 @@ class ScenarioRunner:
             one.events.update(_prefix_events(scenario, one, driver.scheduler))
             events[FORCED] += one.completion.request.token_sources.count("forced")
         events.update(count_events(outcome.answer for outcome in outcomes))
+        events[JOINT_STEPS] = driver.scheduler.num_joint_steps
         events["requests with an adapter"] += sum(bool(r.adapter) for r in scenario.requests)
         for group in self.engine.engine.scheduler.cache.groups:
             host_pool = group.pool.host

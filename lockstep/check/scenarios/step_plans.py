@@ -34,7 +34,8 @@ class StepPlans:
             self._chunk_ends[admission.spec.id] = admission.start
             self._cached_pages[admission.spec.id] = 0
         fault = self._wrong_rows(schedule) or self._wrong_decode(schedule)
-        fault = fault or self._idle_admission(schedule) or self._window_past_row(schedule)
+        fault = fault or self._idle_admission(schedule) or self._idle_first_prompt(schedule)
+        fault = fault or self._window_past_row(schedule)
         requests = {entry.row: entry.request for entry in self.scheduler.running}
         for chunk in schedule.prompt:
             fault = fault or self._wrong_chunk(chunk, requests[chunk.row])
@@ -66,6 +67,24 @@ class StepPlans:
         chunks = {chunk.row for chunk in schedule.prompt}
         idle = [admission.row for admission in schedule.admissions if admission.row not in chunks]
         return f"the new rows {idle} have no chunk in their first schedule" if idle else None
+
+    def _idle_first_prompt(self, schedule: Schedule) -> str | None:
+        """Return which prompt is the first one in the order of service and has no chunk, or None.
+
+        Shorter prompts may overtake a prompt, so only this rule lets long prompts end. New rows
+        need a chunk each, which may leave none for the first prompt.
+        """
+        prompts = [
+            entry
+            for entry in self.scheduler.running
+            if self._committed[entry.request.id] < len(entry.request.prompt_token_ids)
+        ]
+        if schedule.admissions or not prompts:
+            return None
+        first = min(prompts, key=lambda entry: entry.key)
+        if first.row in {chunk.row for chunk in schedule.prompt}:
+            return None
+        return f"the prompt of row {first.row} is the first one and has no chunk"
 
     def _window_past_row(self, schedule: Schedule) -> str | None:
         """Return which window of forced tokens would not fit into a row's columns, or None.

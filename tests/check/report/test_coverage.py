@@ -10,6 +10,7 @@ import pytest
 from lockstep.check import SIZES, Report, run_check
 from lockstep.check.report.coverage import (
     ALL_DRAFTERS,
+    NO_JOINT_STEPS,
     Coverage,
     engine_parameters,
 )
@@ -73,7 +74,7 @@ def test_a_sound_engine_passes(report: Report) -> None:
     "name",
     [
         *("cached tokens", "draft tokens", "accepted draft tokens", "preemptions"),
-        *("ids used again", "steps that raised", "returns under another row"),
+        *("ids used again", "steps that raised", "returns under another row", "joint steps"),
     ],
 )
 def test_every_required_event_occurs(report: Report, name: str) -> None:
@@ -128,6 +129,13 @@ def test_missing_coverage_is_named_with_its_reason() -> None:
     missing = dict(coverage.missing())
     assert missing["backend reference of rms_norm, sample"] == "another backend is preferred"
     assert "op sample" not in missing
+
+
+def test_joint_steps_are_missing_until_a_scenario_had_one() -> None:
+    coverage = Coverage()
+    assert dict(coverage.missing())["joint steps"] == NO_JOINT_STEPS
+    coverage.has_joint_steps = True
+    assert "joint steps" not in dict(coverage.missing())
 
 
 def test_feature_is_missing_only_where_an_engine_ran() -> None:

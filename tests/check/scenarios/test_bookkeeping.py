@@ -1,5 +1,6 @@
 """Faults that change no answer: order of service, plans of steps, cached prefixes and metrics."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -129,6 +130,31 @@ def test_new_row_without_a_chunk_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         scheduler.add(request(name, salt=name))
     with pytest.raises(InvariantError, match="have no chunk in their first schedule"):
         run(scheduler)
+
+
+def test_first_prompt_without_a_chunk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = {"long": 450, "short": 300}
+
+    def serve() -> None:
+        scheduler = make(max_model_len=500)
+        for name, length in prompts.items():
+            params = SamplingParams(max_tokens=3, ignore_eos=True)
+            scheduler.add(Request(name, PROMPT[:1] * length, params, cache_salt=name))
+        run(scheduler)
+
+    serve()
+
+    def shortest_first(
+        remaining: Sequence[int], minimum: Sequence[int], budget: int, align: int
+    ) -> list[int]:
+        shares = list(minimum)
+        for index in sorted(range(len(remaining)), key=remaining.__getitem__):
+            shares[index] += min(remaining[index] - shares[index], budget - sum(shares))
+        return shares
+
+    monkeypatch.setattr(scheduler_module, "split_budget", shortest_first)
+    with pytest.raises(InvariantError, match="is the first one and has no chunk"):
+        serve()
 
 
 def test_row_that_is_saved_without_its_last_page_is_named(

@@ -27,6 +27,7 @@ from lockstep.check import (
     run_replay,
 )
 from lockstep.check.engines import CheckEngine, Processors, build, build_plain
+from lockstep.check.events import JOINT_STEPS
 from lockstep.check.judges import numpy_sampler
 from lockstep.check.judges.plain_runs import PlainRuns
 from lockstep.check.random_adapters import RandomAdapters
@@ -64,6 +65,7 @@ from lockstep.scheduling.scheduler import Scheduler
 from lockstep.scheduling.waiting_queue import WaitingQueue
 from lockstep.step import PAGE_SIZE
 from lockstep.worker.executor import worker_of
+from lockstep.worker.joint_steps import JointSteps
 from lockstep.worker.worker import LaunchedRow, Worker
 from tests.bundled_model import make_engine
 from tests.check.faulty import flip_last_logit_bit
@@ -529,6 +531,26 @@ def test_preempted_request_returns_under_another_row_or_later(
     # In the answer both run, and exchange their rows. In the prompt the other one waits.
     expected = 2 if phase == IN_ANSWER else 1
     assert returns != ANOTHER_ROW or events[OTHER_ROWS] == expected
+
+
+def test_joint_steps_are_counted(
+    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[int] = []
+    launch = Worker._launch
+
+    def counted(worker: Worker, steps: Any, *arguments: Any) -> Any:
+        passes.append(len(steps))
+        return launch(worker, steps, *arguments)
+
+    monkeypatch.setattr(Worker, "_launch", counted)
+    requests = (OTHER, replace(PHASED, arrival=3))
+    scenario = Scenario(Kind("oracle", 3), Limits(chunk=64), requests)
+    events, _ = play(plain, build_kind, scenario)
+    assert events[JOINT_STEPS] == passes.count(2) > 1
+    monkeypatch.setattr(JointSteps, "join", lambda *arguments: None)
+    events, _ = play(plain, build_kind, scenario)
+    assert events[JOINT_STEPS] == 0
 
 
 def test_queue_that_loses_its_order_when_it_is_rebuilt_is_named(
