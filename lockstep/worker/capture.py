@@ -8,7 +8,7 @@ error that names the op (capture_checks.py).
 
 import gc
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import CaptureError
 from lockstep.kernels.epochs import launch_epochs
-from lockstep.step import ForwardContext, StepShape
+from lockstep.step import ForwardContext
 from lockstep.worker.capture_checks import (
     Fault,
     capture_checks,
@@ -192,22 +192,17 @@ def capture_program(run_step: RunStep, pool: Any) -> RunStep:
     A pass with a step that is not captured runs eagerly.
     """
 
-    def is_captured(key: Any) -> bool:
-        return are_captured(key)
+    def is_captured(shapes: Any) -> bool:
+        return all(shape.is_captured for shape in shapes)
 
     def follows_captured(key: Any) -> bool:
         # After an eager pass the arguments are new tensors, which no graph reads.
-        return are_captured(key[0].shapes)
+        return is_captured(key[0].shapes)
 
     return RunStep(
         CapturedFunction(run_step.forward, pool, is_captured, "forward"),
         CapturedFunction(run_step.decide, pool, follows_captured, "decide"),
     )
-
-
-def are_captured(shapes: Sequence[StepShape]) -> bool:
-    """Return whether a forward pass over steps of these shapes runs as a graph."""
-    return all(shape.is_captured for shape in shapes)
 
 
 def capture_pieces(model: nn.Module, pool: Any, token_counts: Iterable[int]) -> None:

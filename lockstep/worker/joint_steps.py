@@ -38,8 +38,8 @@ class JointSteps:
     graphs, which are captured once a pair of shapes was used several times. Without a graph, the
     kernels of a pass take the host longer to launch than the weights take to read.
 
-    row_buckets: rows of decode steps in graphs. graphs: captured pairs. uses: of each pair,
-    captured or not. may_capture: false after a capture that failed.
+    row_buckets: rows of decode steps in graphs. graphs: captured pairs. uses: of each pair before
+    its capture. may_capture: false after a capture that failed.
     """
 
     def __init__(self, limits: StepLimits) -> None:
@@ -68,17 +68,17 @@ class JointSteps:
         if prompt.tokens > self.max_prompt_tokens or len(lengths) > PADDED_PROMPTS:
             return None
         pair = (decode, prompt)
+        if pair in self.graphs:
+            return pair
         self.uses[pair] += 1
-        return pair if self._may_run(pair) else None
+        return pair if self._may_get_graph(pair) else None
 
     def needs_capture(self, shapes: tuple[StepShape, ...]) -> bool:
         """Return whether a forward pass is a joint one that runs as a graph and has none yet."""
         return len(shapes) > 1 and self.max_prompt_tokens > 0 and shapes not in self.graphs
 
-    def _may_run(self, pair: Pair) -> bool:
-        """Return whether a pair has a graph, or may get one: it was used and memory is left."""
-        if pair in self.graphs:
-            return True
+    def _may_get_graph(self, pair: Pair) -> bool:
+        """Return whether a pair was used often enough for a graph, and memory for it is left."""
         passes = [*self.graphs, pair]
         # A graph keeps the logits of each token of its decode step and of each row of its prompts.
         logit_rows = sum(decode.tokens + prompt.rows for decode, prompt in passes)

@@ -237,8 +237,8 @@ def captured_passes(
 def candidate_passes(limits: StepLimits) -> list[tuple[StepShape, ...]]:
     """Return the shapes of all forward passes that may take the most memory.
 
-    They are the same on all ranks, in the same order. Which one takes the most may differ, since
-    the shares of the ranks do.
+    All ranks have the same list in the same order, so an index names the same pass on each. It
+    contains all results of DryEngine.largest_pass() and GraphBytes.largest.
     """
     decode = decode_shapes(limits)
     padded = padded_shapes(limits)

@@ -585,7 +585,7 @@ FAULTS = (
     ),
     Fault(
         "the logits of a joint graph's prompts take no memory", "worker", "worker.joint_steps",
-        "JointSteps._may_run",
+        "JointSteps._may_get_graph",
         "$logit_rows = sum($first.tokens + $second.rows for $first, $second in $passes)",
         "$logit_rows = sum($first.tokens for $first, $second in $passes)",
         "tests/worker/test_joint_steps.py::test_graphs_of_joint_steps_are_bounded",
