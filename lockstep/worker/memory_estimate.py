@@ -212,8 +212,8 @@ def graph_bytes(limits: StepLimits, pass_bytes: Callable[..., PassBytes]) -> Gra
     if limits.joint_graphs:
         joint_results = passes[decode[-1],].results + passes[padded[-1],].results
         results += limits.joint_graphs * joint_results
-        # A joint step has a forward graph, and a graph of decide for each of its steps.
-        count += 3 * max_graphs(limits)
+        # A joint step has three graphs: one of forward, and one of decide for each of its steps.
+        count += 2 * max_graphs(limits)
     return GraphBytes(largest, passes[largest].working, results, count * GRAPH_BYTES)
 
 
@@ -231,22 +231,6 @@ def captured_passes(
     if limits.joint_graphs:
         widest = max(decode, key=lambda shape: passes[shape,].working)
         passes[widest, padded[-1]] = pass_bytes(widest, padded[-1])
-    return passes
-
-
-def candidate_passes(limits: StepLimits) -> list[tuple[StepShape, ...]]:
-    """Return the shapes of all forward passes that may take the most memory.
-
-    All ranks have the same list in the same order, so an index names the same pass on each. It
-    contains all results of DryEngine.largest_pass() and GraphBytes.largest.
-    """
-    decode = decode_shapes(limits)
-    padded = padded_shapes(limits)
-    eager = (largest_prompt_step(limits)[1], largest_forced_step(limits))
-    single = (*eager, *decode, *one_row_forced(limits), *padded)
-    passes: list[tuple[StepShape, ...]] = [(shape,) for shape in single]
-    if limits.joint_graphs:
-        passes += [(shape, padded[-1]) for shape in decode]
     return passes
 
 

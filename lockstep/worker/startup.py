@@ -41,12 +41,7 @@ from lockstep.worker.build import (
 from lockstep.worker.compile_ahead import StartCompiler
 from lockstep.worker.explain_ranks import RankBytes
 from lockstep.worker.hooks import CheckHooks
-from lockstep.worker.memory_estimate import (
-    DryEngine,
-    candidate_passes,
-    planner_of,
-    weight_bytes,
-)
+from lockstep.worker.memory_estimate import DryEngine, planner_of, weight_bytes
 from lockstep.worker.memory_planner import MemoryPlan, Planner, PromptGraphs, shortage
 from lockstep.worker.program import Program
 from lockstep.worker.step_shapes import forced_shape, largest_forced_step, uniform_shapes
@@ -364,12 +359,13 @@ class Fitting:
             fill_inputs(program, shape)
             program.run(shape)
         dry_engine = self.planned.dry_engine
+        # Every rank runs the same passes, since all of them run the first rank's share dry.
         largest = dry_engine.largest_pass(limits)
-        step_peak, _ = peak_bytes(program, *self._agreed(limits, largest))
+        step_peak, _ = peak_bytes(program, *largest)
         graphs = 0
         if limits.graph_mode != "none":
             estimate = dry_engine.graphs(limits)
-            peak, kept = peak_bytes(program, *self._agreed(limits, estimate.largest))
+            peak, kept = peak_bytes(program, *estimate.largest)
             graphs = estimate.total + max(peak - kept - estimate.working, 0)
         free, total = torch.cuda.mem_get_info()
         share = 1.0 if self.config.kv_cache_memory_bytes else self.config.gpu_memory_utilization
@@ -384,13 +380,6 @@ class Fitting:
         budget = int(total * share) - sum(parts.values())
         bound = self.config.kv_cache_memory_bytes
         return parts, budget if bound is None else min(budget, bound)
-
-    def _agreed(self, limits: StepLimits, shapes: tuple[StepShape, ...]) -> tuple[StepShape, ...]:
-        """Return a pass that one of the ranks chose. All run the same one, since each exchange
-        waits for all of them.
-        """
-        passes = candidate_passes(limits)
-        return passes[smallest(self.build.group, passes.index(shapes))]
 
     def _measured_shortage(
         self, plan: MemoryPlan, parts: dict[str, int], missing: int

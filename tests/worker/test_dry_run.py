@@ -38,7 +38,6 @@ from lockstep.worker.dry_run import (
 from lockstep.worker.joint_steps import JointSteps
 from lockstep.worker.memory_estimate import (
     DryEngine,
-    candidate_passes,
     graph_bytes,
     keep_distinct_blocks,
 )
@@ -276,7 +275,6 @@ def test_largest_step_is_one_that_runs_without_a_graph(folder: Path) -> None:
     def largest_pass(graphs: PromptGraphs, **settings: Any) -> list[tuple[int, int]]:
         limits = replace(limits_of(engine, 16, graphs), **settings)
         shapes = engine.largest_pass(limits)
-        assert shapes in candidate_passes(limits), "ranks agree on one by its index"
         return [(shape.rows, shape.tokens) for shape in shapes]
 
     assert largest_pass(PromptGraphs(512, 0)) == [(4, 256)], "forced tokens have the most logits"

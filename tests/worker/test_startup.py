@@ -18,7 +18,7 @@ from lockstep.step import StepShape
 from lockstep.worker import startup
 from lockstep.worker.build import graphs_of, largest_prompt_step, step_limits
 from lockstep.worker.dry_run import PassBytes
-from lockstep.worker.memory_estimate import GraphBytes, candidate_passes, captured_passes
+from lockstep.worker.memory_estimate import GraphBytes
 from lockstep.worker.memory_planner import Planner, UserSizes
 from lockstep.worker.row_table import StepInputs
 from lockstep.worker.startup import Fitting, Planned, dry_engine_of, plan_memory
@@ -179,24 +179,24 @@ class MeasuredProgram:
         pass
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, agreed: int | None) -> tuple[Any, Any, int]:
+def measured(monkeypatch: pytest.MonkeyPatch, estimated: int) -> tuple[Any, Any, int]:
     """Measure the largest passes -> (program, parts, bytes left for the cache).
 
-    agreed: index of the candidate that the ranks agree on; None: the one that this rank chose.
+    estimated: bytes of a pass in the dry run.
     """
     sizes = {"row_buckets": (8, 16), "prompt_buckets": (64, 256), "joint_graphs": 2}
     limits = replace(limits_of(), max_model_len=900, graph_mode="full", **sizes)
     padded = padded_prompt_step(limits, 256)
-    estimate = GraphBytes((StepShape.uniform(16, 1), padded), working=1000, results=20, driver=300)
+    shapes = (StepShape.uniform(16, 1), padded)
+    estimate = GraphBytes(shapes, working=estimated, results=20, driver=300)
     dry_engine: Any = SimpleNamespace(
         largest_pass=lambda limits: (largest_prompt_step(limits)[1],),
         graphs=lambda limits: estimate,
-        pass_bytes=lambda *shapes: PassBytes(5000, 0),
+        pass_bytes=lambda *shapes: PassBytes(estimated, 0),
     )
     plan = replace(fitting(monkeypatch, surprise=0).planned, dry_engine=dry_engine)
     program: Any = MeasuredProgram(monkeypatch, limits.max_num_seqs)
     monkeypatch.setattr(startup.memory, "allocate", lambda *arguments, **options: None)
-    monkeypatch.setattr(startup, "smallest", lambda group, n: n if agreed is None else agreed)
     build: Any = SimpleNamespace(choices=[], group=ALONE)
     one = Fitting(EngineConfig.read(), build, {}, plan, lambda limits: program, 5)
     parts, budget = one._measure(limits, program)
@@ -207,7 +207,7 @@ def test_passes_with_the_highest_peaks_are_measured(
     gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the graphs' estimated bytes, those that they share are replaced by the measured ones."""
-    program, parts, budget = measured(monkeypatch, None)
+    program, parts, budget = measured(monkeypatch, 1000)
     ((prompts,), (decode, padded)) = program.passes[-2:]
     assert (prompts.tokens, decode.tokens, padded.tokens) == (2048, 16, 256)
     assert program.prompt_lengths == [[[900, 900, 248]], [[], [256]]]
@@ -216,21 +216,9 @@ def test_passes_with_the_highest_peaks_are_measured(
     assert budget == int(24 * GB * 0.9) - sum(parts.values())
 
 
-def test_ranks_measure_the_same_passes(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that chose a larger one counts with its own estimate."""
-    program, parts, _ = measured(monkeypatch, 2)
-    assert [len(shapes) for shapes in program.passes[-2:]] == [1, 1]
-    assert {shapes[0].tokens for shapes in program.passes[-2:]} == {8}
-    assert parts["step"] == 5000
-    assert parts["graphs"] == 1320
-
-
-def test_largest_passes_are_candidates(gpu: Any, tmp_path: Path) -> None:
-    """Ranks choose by index, so each pass that a dry run may name is in the list."""
-    for mode in ("none", "full"):
-        limits = replace(limits_of(), graph_mode=mode, row_buckets=(1, 4), prompt_buckets=(64,))
-        limits = replace(limits, joint_graphs=2 if mode == "full" else 0)
-        candidates = candidate_passes(limits)
-        assert len(set(candidates)) == len(candidates)
-        passes = captured_passes(limits, lambda *shapes: PassBytes(len(shapes), 0))
-        assert set(passes) <= set(candidates)
+def test_passes_count_with_their_estimate_at_least(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, parts, _ = measured(monkeypatch, GB)
+    assert parts["step"] == GB
+    assert parts["graphs"] == 320 + GB
