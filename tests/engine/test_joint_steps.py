@@ -43,7 +43,7 @@ PARAMS = [
         prompt_logprobs=0,
     ),
 ]
-"""Of one request of each of PROMPTS and LONG; their answers end at different steps."""
+"""Sampling parameters of the requests, whose answers end at different steps."""
 CASES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "Gated DeltaNet": (None, {}),
     "Gated DeltaNet, MTP": (None, {"speculative_config": MTP}),
@@ -95,8 +95,8 @@ def join(worker: Worker) -> None:
 def run(
     llm: LLM, rule: Callable[[Worker], None], adapters: tuple[str, ...] = ("",)
 ) -> tuple[list[Answer], list[int]]:
-    """Serve requests together -> their answers with digests of all logits, and the number of steps
-    of each forward pass.
+    """Serve requests together. Return their answers with digests of all logits, and the number of
+    steps of each forward pass.
 
     rule: join or join_never, which every rank calls.
     """
@@ -129,7 +129,7 @@ def run(
 
 
 def assert_same_bits(llm: LLM, adapters: tuple[str, ...] = ("",)) -> None:
-    """Assert that requests get the same with joint steps and without, and that steps join."""
+    """Assert that answers are equal with joint steps and without, and that steps join."""
     apart, single = run(llm, join_never, adapters)
     joint, passes = run(llm, join, adapters)
     assert max(single) == 1 and passes.count(2) > 5

@@ -31,10 +31,10 @@ from lockstep.check.events import JOINT_STEPS
 from lockstep.check.judges import numpy_sampler
 from lockstep.check.judges.plain_runs import PlainRuns
 from lockstep.check.random_adapters import RandomAdapters
-from lockstep.check.report.report import SCENARIOS
+from lockstep.check.report.report import SCENARIOS, Report
 from lockstep.check.scenarios import runner
 from lockstep.check.scenarios.driver import FAILED_STEPS, OTHER_ROWS, REUSED_IDS
-from lockstep.check.scenarios.examiner import Examiner
+from lockstep.check.scenarios.examiner import Examiner, run_scenarios
 from lockstep.check.scenarios.generator import ScenarioGenerator
 from lockstep.check.scenarios.invariants import ANOTHER_ROW, LATER, raise_if
 from lockstep.check.scenarios.inventory import rows_and_units
@@ -551,6 +551,23 @@ def test_joint_steps_are_counted(
     monkeypatch.setattr(JointSteps, "join", lambda *arguments: None)
     events, _ = play(plain, build_kind, scenario)
     assert events[JOINT_STEPS] == 0
+
+
+@pytest.mark.parametrize(("count", "faults"), [(0, ["no scenario had joint steps"]), (1, [])])
+def test_scenarios_on_a_cpu_must_have_a_joint_step(
+    plain: PlainRuns,
+    build_kind: Callable[[Kind], CheckEngine],
+    generator: ScenarioGenerator,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    faults: list[str],
+) -> None:
+    monkeypatch.setattr("lockstep.check.scenarios.examiner.MIN_SCENARIOS", 0)
+    monkeypatch.setattr("lockstep.check.scenarios.examiner.REQUIRED_EVENTS", ())
+    report = Report("quick", exercised={JOINT_STEPS: count})
+    effort = Effort(scenarios=0)
+    run_scenarios(generator, Examiner(plain, build_kind), effort, report, lambda *arguments: None)
+    assert [failure.what for failure in report.failures] == faults
 
 
 def test_queue_that_loses_its_order_when_it_is_rebuilt_is_named(
