@@ -236,6 +236,11 @@ def count_observers(worker: Worker, change: int) -> None:
     worker.num_logit_observers += change
 
 
+def capture_joint_steps_at_once(worker: Worker) -> None:
+    """Let a rank capture joint steps when they are first needed: a check uses each shape rarely."""
+    worker.joint_steps.uses_before_capture = 0
+
+
 def build(
     model: str | None,
     settings: dict[str, Any],
@@ -251,6 +256,7 @@ def build(
     # Ranks compare their tables. No answer is audited, since no EngineLoop runs these engines.
     config = EngineConfig.read(model=model, **{**settings, "audit": 1.0})
     engine = build_engine(config, hooks=replace(hooks, rank_pool=rank_pool))
+    executor_of(engine).collective_rpc(capture_joint_steps_at_once)
     if processors is None:
         return CheckEngine(LLM.from_engine(engine))
     length = engine.plan.max_model_len

@@ -39,7 +39,8 @@ class JointSteps:
     kernels of a pass take the host longer to launch than the weights take to read.
 
     row_buckets: rows of decode steps in graphs. graphs: captured pairs. uses: of each pair before
-    its capture. may_capture: false after a capture that failed.
+    its capture. uses_before_capture: number of these; a check sets it to 0. may_capture: false
+    after a capture that failed.
     """
 
     def __init__(self, limits: StepLimits) -> None:
@@ -51,6 +52,7 @@ class JointSteps:
         self.max_decode_tokens = limits.row_buckets[-1] * limits.query_len
         self.graphs: set[Pair] = set()
         self.uses: Counter[Pair] = Counter()
+        self.uses_before_capture = USES_BEFORE_CAPTURE
         self.may_capture = True
 
     def join(self, decode: StepShape, lengths: Sequence[int]) -> Pair | None:
@@ -87,7 +89,7 @@ class JointSteps:
         largest = self.limits.joint_graphs
         return (
             self.may_capture
-            and self.uses[pair] > USES_BEFORE_CAPTURE
+            and self.uses[pair] > self.uses_before_capture
             and len(passes) <= max_graphs(self.limits)
             and logit_rows <= largest * max_logit_rows
             and prompt_tokens <= largest * self.max_prompt_tokens

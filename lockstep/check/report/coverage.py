@@ -12,7 +12,6 @@ from lockstep.kernels.backends import all_ops
 from lockstep.kernels.registry import Op
 from lockstep.sampling_params import SamplingParams
 from lockstep.spec import DRAFTERS
-from lockstep.worker.joint_steps import USES_BEFORE_CAPTURE
 
 ALL_DRAFTERS = (*DRAFTERS, oracle_drafter.NAME)
 
@@ -30,8 +29,7 @@ outputs are returned, or become part of a grammar."""
 
 
 NO_JOINT_STEPS = (
-    "no scenario of this run had one; on a GPU their graphs are captured after "
-    f"{USES_BEFORE_CAPTURE} uses of a shape"
+    "no scenario of this run had one; on a GPU only engines with CUDA graphs of whole steps do"
 )
 """Reason why joint steps were not exercised."""
 

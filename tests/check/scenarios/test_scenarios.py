@@ -63,7 +63,7 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.scheduler import Scheduler
 from lockstep.scheduling.waiting_queue import WaitingQueue
-from lockstep.step import PAGE_SIZE
+from lockstep.step import PAGE_SIZE, StepShape
 from lockstep.worker.executor import worker_of
 from lockstep.worker.joint_steps import JointSteps
 from lockstep.worker.worker import LaunchedRow, Worker
@@ -551,6 +551,16 @@ def test_joint_steps_are_counted(
     monkeypatch.setattr(JointSteps, "join", lambda *arguments: None)
     events, _ = play(plain, build_kind, scenario)
     assert events[JOINT_STEPS] == 0
+
+
+def test_joint_steps_of_checked_engines_need_no_earlier_use(plain: PlainRuns) -> None:
+    steps = worker_of(plain.engine.engine).joint_steps
+    limits = replace(steps.limits, device="cuda", graph_mode="full", prompt_buckets=(256,))
+    on_gpu = JointSteps(replace(limits, joint_graphs=2))
+    decode = StepShape.uniform(steps.limits.row_buckets[-1], 1)
+    assert on_gpu.join(decode, [64]) is None
+    on_gpu.uses_before_capture = steps.uses_before_capture
+    assert on_gpu.join(decode, [64]) is not None
 
 
 @pytest.mark.parametrize(("count", "faults"), [(0, ["no scenario had joint steps"]), (1, [])])
