@@ -501,8 +501,8 @@ class Scheduler:
         decoding = self._padded_rows(len(self.running) - len(waiting))
         budget = self._prompt_budget(decoding * self.query_len)
         num_startable = self.budget // self.min_chunk - len(waiting)
-        # The prompts of rows leave a chunk to a new one, which may be short, and take one at least.
-        reserved = min(sum(waiting), max(budget - self.min_chunk, self.min_chunk))
+        # The prompts of rows leave half of the step to new ones, which may be shorter.
+        reserved = min(sum(waiting), max(budget // 2, self.min_chunk))
         passed_over: list[ScheduledRequest] = []
         victims: list[ScheduledRequest] = []
         while (entry := self.queue.head()) is not None:
