@@ -85,8 +85,9 @@ class BlockLog:
         self._page_size = page_size
         self._has_state = has_state
         self._blocks: dict[Key, _Block] = {}
-        # Page, cached or not -> cached pages that follow it, in the order in which they came.
-        self._children: defaultdict[Key, list[Key]] = defaultdict(list)
+        # Page, cached or not -> cached pages that follow it, in the order in which they came. A
+        # common prefix may have tens of thousands, of which any may be removed.
+        self._children: defaultdict[Key, dict[Key, None]] = defaultdict(dict)
         self._snapshots: defaultdict[Key, set[str]] = defaultdict(set)
         # Page -> number of things that make it usable: a snapshot at its end, and each usable page
         # after it. Pages without any are absent.
@@ -115,7 +116,7 @@ class BlockLog:
         block = self._blocks[key] = self._described_block()
         block.media.add(medium)
         if block.parent is not None:
-            self._children[block.parent].append(key)
+            self._children[block.parent][key] = None
         if self._is_usable(key):
             self._list_from(key)
 
@@ -135,7 +136,7 @@ class BlockLog:
         del self._blocks[key]
         if block.parent is not None:
             siblings = self._children[block.parent]
-            siblings.remove(key)
+            del siblings[key]
             if not siblings:
                 del self._children[block.parent]
         if self._is_usable(key):
@@ -164,10 +165,10 @@ class BlockLog:
             logged = {key for key, media in self._snapshots.items() if medium in media}
             assert logged == slots[medium], f"the log differs from the snapshots of {medium}"
         supports = {key: 1 for key in self._snapshots}
-        children: dict[Key, list[Key]] = {}
+        children: dict[Key, dict[Key, None]] = {}
         for key, block in self._blocks.items():
             if block.parent is not None:
-                children.setdefault(block.parent, []).append(key)
+                children.setdefault(block.parent, {})[key] = None
                 if self._has_state and self._is_usable(key):
                     supports[block.parent] = supports.get(block.parent, 0) + 1
         assert supports == self._supports, "supports of pages are miscounted"

@@ -497,12 +497,9 @@ class Scheduler:
             if not self.suspects[0].row:
                 self._start(schedule, self.suspects[0])
             return
-        waiting = [e.length - e.max_committed for e in self.running if e.in_prompt]
-        decoding = self._padded_rows(len(self.running) - len(waiting))
+        prompts = [entry for entry in self.running if entry.in_prompt]
+        decoding = self._padded_rows(len(self.running) - len(prompts))
         budget = self._prompt_budget(decoding * self.query_len)
-        num_startable = self.budget // self.min_chunk - len(waiting)
-        # The prompts of rows leave a chunk to a new one, which may be short, and take one at least.
-        reserved = min(sum(waiting), max(budget - self.min_chunk, self.min_chunk))
         passed_over: list[ScheduledRequest] = []
         victims: list[ScheduledRequest] = []
         while (entry := self.queue.head()) is not None:
@@ -514,14 +511,29 @@ class Scheduler:
             if entry in victims:
                 break
             is_new = entry.request.id not in self.preempted
-            may_start = num_startable > 0 and reserved + self.min_chunk <= budget
-            if (is_new and not may_start) or not self._start_preempting(schedule, entry, victims):
+            if is_new and not self._has_chunk_for(entry, prompts, budget):
+                break
+            if not self._start_preempting(schedule, entry, victims):
                 break
             if entry.in_prompt:
-                num_startable -= 1
-                reserved += entry.length - entry.max_committed
+                prompts.append(entry)
         for entry in passed_over:
             self.queue.push(entry)
+
+    def _has_chunk_for(
+        self, entry: ScheduledRequest, prompts: Sequence[ScheduledRequest], budget: int
+    ) -> bool:
+        """Return whether a new prompt gets a chunk next to the prompts that precede it.
+
+        prompts: those of rows. budget: tokens of the prompt step.
+        """
+        preceding = [e for e in prompts if e.key < entry.key]
+        begun = sum(e.length - e.max_committed for e in preceding if e.has_begun)
+        new = sum(e.length - e.max_committed for e in preceding if not e.has_begun)
+        # Prompts that began earlier leave half of the step to new ones, which may be shorter.
+        reserved = min(begun, max(budget // 2, self.min_chunk)) + new
+        is_full = len(preceding) >= self.budget // self.min_chunk
+        return not is_full and reserved + self.min_chunk <= budget
 
     def _start_preempting(
         self, schedule: Schedule, entry: ScheduledRequest, victims: list[ScheduledRequest]

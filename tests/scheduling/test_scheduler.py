@@ -214,6 +214,33 @@ def test_short_prompts_do_not_starve_a_long_one() -> None:
     assert "long" not in sched.entries
 
 
+def test_short_prompts_start_together_while_a_long_one_runs() -> None:
+    """One new prompt per schedule would let the others wait for most of the long prompt."""
+    sched = make(pages=400, rows=40, max_num_batched_tokens=1024)
+    add_request(sched, "long", 4000)
+    step(sched)
+    short = [add_request(sched, f"short {i}", 20) for i in range(12)]
+    plan = step(sched)
+    assert sum(chunk.last for chunk in plan.prompt) == 12
+    assert all(request.output_token_ids for request in short)
+    assert plan.prompt[0].length == 1024 - 12 * 20
+    drain(sched)
+
+
+@pytest.mark.parametrize(("slots", "budget"), [(60, 64), (0, 128)])
+def test_prompts_do_not_wait_for_those_of_lower_priority(slots: int, budget: int) -> None:
+    """Rows have as many prompts of low priority as they may, and each needs many schedules."""
+    sched = make(900, 30, slots, max_num_batched_tokens=budget, policy="priority")
+    for i in range(20):
+        add_request(sched, f"low {i}", 4000 - i, priority=1)
+    for _ in range(20):
+        step(sched)
+    high = add_request(sched, "high", 60)
+    step(sched)
+    assert high.output_token_ids
+    sched.cache.check()
+
+
 def test_admitted_prompts_have_a_chunk_in_the_same_schedule() -> None:
     """The snapshot that a prompt resumes from is pinned in that schedule only."""
     sched = make(slots=8)
