@@ -42,6 +42,6 @@ def split_budget(
 
     budget -= sum(minimum)
     first = min(max(budget // 2, align), budget)
-    left = budget - first + serve(range(len(remaining)), first)
-    serve(sorted(range(len(remaining)), key=lambda i: remaining[i] - shares[i]), left)
+    unused = budget - first + serve(range(len(remaining)), first)
+    serve(sorted(range(len(remaining)), key=lambda i: remaining[i] - shares[i]), unused)
     return shares
