@@ -119,13 +119,8 @@ class ScenarioRunner:
             return ScenarioResult(outcomes, events, violation=violation)
         for one in driver.all:
             one.events.update(_prefix_events(scenario, one, driver.scheduler))
-            events[FORCED] += one.completion.request.token_sources.count("forced")
         events.update(count_events(outcome.answer for outcome in outcomes))
-        events[JOINT_STEPS] = driver.scheduler.num_joint_steps
-        events["requests with an adapter"] += sum(bool(r.adapter) for r in scenario.requests)
-        for group in self.engine.engine.scheduler.cache.groups:
-            host_pool = group.pool.host
-            events[f"{host_pool.name} loaded from host memory"] = host_pool.num_fetched
+        _count_driven(scenario, driver, events)
         met: list[set[Event]] = [set() for _ in scenario.requests]
         for one in driver.all:
             met[one.index] |= one.events
@@ -362,6 +357,17 @@ def _wrong_cache_totals(scheduler: CheckedScheduler) -> str | None:
         if actual != expected:
             return f"{name} is {actual} instead of {expected}"
     return None
+
+
+def _count_driven(scenario: Scenario, driver: Driver, events: Counter[str]) -> None:
+    """Add the events that the requests and the scheduler of a driven scenario had."""
+    for one in driver.all:
+        events[FORCED] += one.completion.request.token_sources.count("forced")
+    events[JOINT_STEPS] = driver.scheduler.num_joint_steps
+    events["requests with an adapter"] += sum(bool(r.adapter) for r in scenario.requests)
+    for group in driver.scheduler.cache.groups:
+        host_pool = group.pool.host
+        events[f"{host_pool.name} loaded from host memory"] = host_pool.num_fetched
 
 
 def _prefix_events(
