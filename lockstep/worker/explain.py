@@ -1,6 +1,6 @@
 """Explanation of a GPU that is absent: backends, tiles and memory plan from config.json alone."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
@@ -73,7 +73,7 @@ def explain_architecture(config: EngineConfig, arch: str, total: int | None) -> 
     with dry_engine.mode:
         dry_engine.program(limits, build)
     engines = [dry_engine, *map(make_engine, range(1, config.tensor_parallel_size))]
-    ranks = [rank_bytes(engine, dry_engine, planned, graphs_of(limits)) for engine in engines]
+    ranks = list(rank_bytes(engines, planned, graphs_of(limits)))
     device = {"architecture": card.name, "cards": card.cards, "shared_bytes": card.shared_memory}
     return {
         **device,
@@ -139,16 +139,24 @@ def plan(
 
 
 def rank_bytes(
-    engine: DryEngine, first: DryEngine, planned: dict[str, Any], graphs: PromptGraphs
-) -> RankBytes:
-    """Return the bytes of a rank with as many pages and slots as the first one's plan."""
-    parts = engine.fixed | engine.working(
-        planned["max_num_seqs"], planned["max_num_batched_tokens"], graphs
-    )
-    weights = parts.pop("weights")
-    pages = planned["pages_bytes"] // first.page * engine.page
-    state = planned.get("state_bytes", 0) // max(first.slot, 1) * engine.slot
-    return RankBytes(weights, pages, state, sum(parts.values()))
+    engines: Sequence[DryEngine], planned: dict[str, Any], graphs: PromptGraphs
+) -> Iterator[RankBytes]:
+    """Yield the bytes of each rank with as many pages and slots as the first one's plan.
+
+    Dry runs take seconds, so ranks whose tensors have the same shapes share them.
+    """
+    first = engines[0]
+    working: dict[tuple[torch.Size, ...], dict[str, int]] = {}
+    for engine in engines:
+        shapes = engine.tensor_shapes()
+        if shapes not in working:
+            sizes = (planned["max_num_seqs"], planned["max_num_batched_tokens"])
+            working[shapes] = engine.working(*sizes, graphs)
+        parts = engine.fixed | working[shapes]
+        weights = parts.pop("weights")
+        pages = planned["pages_bytes"] // first.page * engine.page
+        state = planned.get("state_bytes", 0) // max(first.slot, 1) * engine.slot
+        yield RankBytes(weights, pages, state, sum(parts.values()))
 
 
 def exchange_backend(config: EngineConfig) -> str:

@@ -123,6 +123,15 @@ class DryEngine:
         """
         return self.cache_bytes.slot
 
+    def tensor_shapes(self) -> tuple[torch.Size, ...]:
+        """Return the shapes of all tensors of the model and the draft model.
+
+        Ranks with the same ones take the same memory.
+        """
+        modules = [module for module in (self.model, self.draft) if module is not None]
+        tensors = [(*module.parameters(), *module.buffers()) for module in modules]
+        return tuple(tensor.shape for own in tensors for tensor in own)
+
     def program(self, limits: StepLimits, build: BuildContext) -> Program:
         """Return a program on tensors without memory."""
         placed = replace(limits, device=FAKE_GPU)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from lockstep import LLM
@@ -18,8 +19,9 @@ from lockstep.worker import executor
 from lockstep.worker.build import find_model, step_limits
 from lockstep.worker.device_rates import EXCHANGE_RATES, H200, Rates
 from lockstep.worker.dry_run import dry
-from lockstep.worker.explain import exchange_backend, explain_architecture
+from lockstep.worker.explain import exchange_backend, explain_architecture, rank_bytes
 from lockstep.worker.memory_estimate import DryEngine, weight_bytes
+from lockstep.worker.memory_planner import PromptGraphs
 from lockstep.worker.roofline import Exchanged, StepCosts, StepFloors
 from tests.thread_ranks import ThreadRanks
 
@@ -109,6 +111,35 @@ def test_ranks_of_an_absent_gpu_share_the_weights() -> None:
     assert [step["rows"] for step in ranks["steps"]] == [1, 8, 64, 256]
     for step in ranks["steps"]:
         assert step["floor_ms"]["nccl"] > step["exchange_ms"]["nccl"] > 0.01 * step["exchanges"]
+
+
+class SharedEngine:
+    """Dry engine whose tensors have one width. runs: widths that ran dry."""
+
+    page = 2
+    slot = 0
+
+    def __init__(self, width: int, runs: list[int]) -> None:
+        self.width = width
+        self.runs = runs
+        self.fixed = {"weights": width, "overhead": 1}
+
+    def tensor_shapes(self) -> tuple[torch.Size, ...]:
+        return (torch.Size([self.width]),)
+
+    def working(self, rows: int, tokens: int, graphs: PromptGraphs) -> dict[str, int]:
+        self.runs.append(self.width)
+        return {"step": rows * tokens * self.width}
+
+
+def test_ranks_with_the_same_shapes_share_dry_runs() -> None:
+    runs: list[int] = []
+    engines: Any = [SharedEngine(width, runs) for width in (8, 7, 8, 7)]
+    planned = {"max_num_seqs": 2, "max_num_batched_tokens": 5, "pages_bytes": 6}
+    ranks = list(rank_bytes(engines, planned, PromptGraphs(0, 0)))
+    assert runs == [8, 7]
+    assert [rank.weights for rank in ranks] == [8, 7, 8, 7]
+    assert [rank.buffers for rank in ranks] == [81, 71, 81, 71]
 
 
 def test_engine_explains_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
