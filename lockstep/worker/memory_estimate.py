@@ -129,8 +129,11 @@ class DryEngine:
         Ranks with the same ones take the same memory.
         """
         modules = [module for module in (self.model, self.draft) if module is not None]
-        tensors = [(*module.parameters(), *module.buffers()) for module in modules]
-        return tuple(tensor.shape for own in tensors for tensor in own)
+        return tuple(
+            tensor.shape
+            for module in modules
+            for tensor in (*module.parameters(), *module.buffers())
+        )
 
     def program(self, limits: StepLimits, build: BuildContext) -> Program:
         """Return a program on tensors without memory."""
