@@ -40,8 +40,7 @@ class StepShape:
     prompt: a ragged step of prompt chunks; other steps are uniform: tokens == rows * query_len.
     next_drafts: drafts per row that the step proposes for the next one. forced: a uniform step of
     forced tokens, whose query_len may exceed that of decode steps; StepContext.committed says how
-    many tokens of a row it computes, the others are padding. padded: a prompt step whose last row
-    is the null row; the tokens past its prompts belong to that row, and no layer uses them.
+    many tokens of a row it computes, the others are padding.
     """
 
     rows: int
@@ -50,12 +49,20 @@ class StepShape:
     prompt: bool = False
     next_drafts: int = 0
     forced: bool = False
-    padded: bool = False
 
     @property
     def is_decode(self) -> bool:
         """Return whether the step continues answers by generated tokens."""
         return not (self.prompt or self.forced)
+
+    @property
+    def padded(self) -> bool:
+        """Return whether any row of a prompt step with several ones may have all of its tokens.
+
+        Its last row is the null row then. The tokens past the prompts belong to that row, and no
+        layer uses them.
+        """
+        return self.prompt and self.rows > 1 and self.query_len == self.tokens
 
     @property
     def is_captured(self) -> bool:

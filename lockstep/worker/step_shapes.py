@@ -38,8 +38,7 @@ def shortest_prompt_step(limits: StepLimits) -> StepShape:
 def padded_prompt_step(limits: StepLimits, tokens: int) -> StepShape:
     """Return the shape of a step of few prompts, and a null row, that is padded to `tokens`."""
     rows = min(PADDED_PROMPTS, limits.max_num_seqs) + 1
-    drafts = limits.query_len - 1
-    return StepShape(rows, tokens, tokens, prompt=True, next_drafts=drafts, padded=True)
+    return StepShape(rows, tokens, tokens, prompt=True, next_drafts=limits.query_len - 1)
 
 
 def prompt_step(limits: StepLimits, lengths: Sequence[int], buckets: Sequence[int]) -> StepShape:
