@@ -78,19 +78,19 @@ class _Block:
 class BlockLog:
     """Log of the changes of one cache. Pools report content; drain() returns the events.
 
-    has_state: the model has recurrent layers, so that only snapshots make pages usable.
+    has_state: the model has recurrent layers, so that only snapshots make pages usable. _children:
+    page, cached or not -> cached pages that follow it, in the order in which they came. A common
+    prefix may have tens of thousands, of which any may be removed. _supports: page -> number of
+    things that make it usable: a snapshot at its end, and each usable page after it. Pages without
+    any are absent.
     """
 
     def __init__(self, page_size: int, has_state: bool) -> None:
         self._page_size = page_size
         self._has_state = has_state
         self._blocks: dict[Key, _Block] = {}
-        # Page, cached or not -> cached pages that follow it, in the order in which they came. A
-        # common prefix may have tens of thousands, of which any may be removed.
         self._children: defaultdict[Key, dict[Key, None]] = defaultdict(dict)
         self._snapshots: defaultdict[Key, set[str]] = defaultdict(set)
-        # Page -> number of things that make it usable: a snapshot at its end, and each usable page
-        # after it. Pages without any are absent.
         self._supports: defaultdict[Key, int] = defaultdict(int)
         self._page: tuple[CacheSeq, int] | None = None
         self._events: list[BlockEvent] = []

@@ -525,12 +525,12 @@ class Scheduler:
     ) -> bool:
         """Return whether a new prompt gets a chunk next to the prompts that precede it.
 
+        Prompts that began earlier leave half of the step to new ones, which may be shorter.
         prompts: those of rows. budget: tokens of the prompt step.
         """
         preceding = [e for e in prompts if e.key < entry.key]
         begun = sum(e.length - e.max_committed for e in preceding if e.has_begun)
         new = sum(e.length - e.max_committed for e in preceding if not e.has_begun)
-        # Prompts that began earlier leave half of the step to new ones, which may be shorter.
         reserved = min(begun, max(budget // 2, self.min_chunk)) + new
         is_full = len(preceding) >= self.budget // self.min_chunk
         return not is_full and reserved + self.min_chunk <= budget

@@ -154,13 +154,14 @@ class PassBytes(NamedTuple):
 def step_bytes(program: Program, *shapes: StepShape) -> PassBytes:
     """Run the steps of a forward pass dry, and count their bytes.
 
+    Results are what a graph keeps, auxiliary hidden states included.
     Raises CaptureError, which names the op, where the step reads a tensor on the host or needs a
     device.
     """
     counter = AllocationCounter()
     with counter:
         try:
-            forwarded = program.forward(*shapes)  # a graph keeps them, see peak_bytes()
+            forwarded = program.forward(*shapes)
             outcomes = [program.decide(step) for step in forwarded]
         except (RuntimeError, AssertionError) as error:  # torch asserts what it cannot do dry
             raise _unpredictable(shapes, error) from error

@@ -80,9 +80,11 @@ class JointSteps:
         return len(shapes) > 1 and self.max_prompt_tokens > 0 and shapes not in self.graphs
 
     def _may_get_graph(self, pair: Pair) -> bool:
-        """Return whether a pair was used often enough for a graph, and memory for it is left."""
+        """Return whether a pair was used often enough for a graph, and memory for it is left.
+
+        A graph keeps the logits of each token of its decode step and of each row of its prompts.
+        """
         passes = [*self.graphs, pair]
-        # A graph keeps the logits of each token of its decode step and of each row of its prompts.
         logit_rows = sum(decode.tokens + prompt.rows for decode, prompt in passes)
         prompt_tokens = sum(prompt.tokens for _, prompt in passes)
         max_logit_rows = self.max_decode_tokens + pair[1].rows

@@ -153,6 +153,8 @@ class DryEngine:
     def largest_pass(self, limits: StepLimits) -> tuple[StepShape, ...]:
         """Return the shapes of the forward pass with the highest peak of those that an engine runs
         without a graph while it serves.
+
+        A joint step runs so before its capture, outside of the memory of the graphs.
         """
         decode = decode_shapes(limits)
         passes: list[tuple[StepShape, ...]]
@@ -160,7 +162,6 @@ class DryEngine:
         if limits.graph_mode != "full":
             passes += [(shape,) for shape in (*decode, *one_row_forced(limits))]
         if limits.joint_graphs:
-            # Before its capture a joint step runs eagerly, outside of the memory of the graphs.
             widest = max(decode, key=lambda shape: self.pass_bytes(shape).peak)
             passes.append((widest, padded_shapes(limits)[-1]))
         return max(passes, key=lambda shapes: self.pass_bytes(*shapes).peak)
@@ -210,13 +211,16 @@ class GraphBytes:
 
 
 def graph_bytes(limits: StepLimits, pass_bytes: Callable[..., PassBytes]) -> GraphBytes:
-    """Return the bytes of all graphs. pass_bytes: returns those of a forward pass by its shapes."""
+    """Return the bytes of all graphs. pass_bytes: returns those of a forward pass by its shapes.
+
+    Results of a decode step are hidden states and logits of its tokens, so they shrink with its
+    drafts. A joint step has three graphs and counts as two shapes.
+    """
     passes = captured_passes(limits, pass_bytes)
     largest = max(passes, key=lambda shapes: passes[shapes].working)
     decode = decode_shapes(limits)
     forced = one_row_forced(limits)
     padded = padded_shapes(limits)
-    # Results of a decode step are hidden states and logits of tokens: fewer drafts, fewer tokens.
     widths = sum(drafts + 1 for drafts in limits.draft_lengths)
     results = sum(passes[shape,].results for shape in decode) * widths // limits.query_len
     results += sum(passes[shape,].results for shape in (*forced, *padded))
@@ -224,7 +228,6 @@ def graph_bytes(limits: StepLimits, pass_bytes: Callable[..., PassBytes]) -> Gra
     if limits.joint_graphs:
         joint_results = passes[decode[-1],].results + passes[padded[-1],].results
         results += limits.joint_graphs * joint_results
-        # A joint step has three graphs: one of forward, and one of decide for each of its steps.
         count += 2 * max_graphs(limits)
     return GraphBytes(largest, passes[largest].working, results, count * GRAPH_BYTES)
 

@@ -289,10 +289,12 @@ class Planner:
         return next(index for index in range(begin, len(entries)) if fits(index))
 
     def _fits(self, entry: LadderEntry, available: int) -> bool:
-        """Return whether the minimum bytes of an entry fit."""
+        """Return whether the minimum bytes of an entry fit.
+
+        Most entries that do not are too large by their cache alone, which needs no dry run.
+        """
         cached = sum(self._cache(*self.min_size(entry)).values())
         bound = self.user_sizes.cache_bytes
-        # Most entries that are too large are so by their cache alone, which needs no dry run.
         if sum(self.costs.fixed.values()) + cached > available:
             return False
         if bound is not None and cached > bound:

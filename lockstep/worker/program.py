@@ -84,12 +84,14 @@ class Program:
         self.on_answer = on_answer
 
     def forward(self, *shapes: StepShape) -> tuple[Forwarded, ...]:
-        """Compute the logits of the steps that the table's inputs describe, in one pass."""
+        """Compute the logits of the steps that the table's inputs describe, in one pass.
+
+        Tokens and logit rows of a step follow those of the steps before it.
+        """
         steps = [self.table.prepare(shape, index) for index, shape in enumerate(shapes)]
         ctx = steps[0] if len(steps) == 1 else JointContext.of(steps)
         hidden, aux_hidden_states = self.model(ctx)
         logits = self.model.logits(hidden, ctx)
-        # Each step's tokens and logit rows follow those of the steps before it.
         tokens = [shape.tokens for shape in shapes]
         aux_parts = [aux.split(tokens) for aux in aux_hidden_states]
         parts = zip(

@@ -20,7 +20,10 @@ MAX_STEPS = 4096
 
 
 class StepTimes(StepObserver):
-    """Timers of a rank's decode steps. device: of its plan. is_timing: the last one runs."""
+    """Timers of a rank's decode steps, except those that share a prompt step's forward pass.
+
+    device: of its plan. is_timing: the last timer runs.
+    """
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -32,7 +35,6 @@ class StepTimes(StepObserver):
             self.timers.append(StepTimer(self.device))
             self.is_timing = True
         elif self.is_timing:
-            # A prompt step joins the decode step's forward pass, whose time is not a decode step's.
             self.timers.pop()
             self.is_timing = False
 

@@ -396,22 +396,24 @@ class Fitting:
 
 
 def fill_inputs(program: Program, *shapes: StepShape) -> None:
-    """Fill the inputs of a pass with null rows. Prompts are as long as the shape allows."""
+    """Fill the inputs of a pass with null rows. All prompts but the last have the maximum length."""
     for inputs, shape in zip(program.table.pass_inputs, shapes, strict=False):
         begins = range(0, shape.tokens, shape.query_len) if shape.prompt else ()
-        # The last prompt has the rest of the tokens.
         inputs.fill(query_lens=[min(shape.query_len, shape.tokens - begin) for begin in begins])
 
 
 def peak_bytes(program: Program, *shapes: StepShape) -> tuple[int, int]:
-    """Run the steps of a pass -> (peak bytes reserved on the GPU, bytes of their results)."""
+    """Run the steps of a pass -> (peak bytes reserved on the GPU, bytes of their results).
+
+    Results are those that step_bytes() counts.
+    """
     fill_inputs(program, *shapes)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     reserved = torch.cuda.memory_reserved()
     before = torch.cuda.memory_allocated()
-    forwarded = program.forward(*shapes)  # a graph keeps them, auxiliary hidden states included
+    forwarded = program.forward(*shapes)
     outcomes = [program.decide(step) for step in forwarded]
     torch.cuda.synchronize()
     kept = torch.cuda.memory_allocated() - before

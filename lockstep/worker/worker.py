@@ -198,7 +198,8 @@ class Worker:
         """Capture padded prompt steps, shortest first -> their token counts.
 
         The first one that takes the device longer than an eager step's launches take the host ends
-        the list. Longer steps run without a graph and without padding: their launches cost no time.
+        the list, on all ranks. Longer steps run without a graph and without padding: their launches
+        cost no time.
         """
         shapes = [padded_prompt_step(self.plan, tokens) for tokens in self.prompt_buckets]
         host_ms = 0.0
@@ -210,12 +211,11 @@ class Worker:
         captured = []
         for shape in shapes:
             self.table.inputs.fill(query_lens=[shape.tokens])
-            self.run_step(shape)  # captures; the next run is timed
+            self.run_step(shape)
             timer = StepTimer(self.plan.device)
             self.run_step(shape)
             timer.end()
             timer.wait()
-            # All ranks run the same steps, so they capture the same ones.
             if not smallest(self.group, int(timer.ms < host_ms)):
                 break
             captured.append(shape.tokens)

@@ -43,7 +43,7 @@ class Trace(StepObserver):
         """Find the selected request's tokens at the start of a model call."""
         self._ctx = ctx
         self._positions = []
-        begin = 0  # tokens of the steps before
+        begin = 0
         for step, requests in zip(ctx.steps, self._requests, strict=False):
             rows = [row for row, request in enumerate(requests) if self.selects(request)]
             # A step that raised before its model call has left its rows. The next call is a probe

@@ -354,7 +354,6 @@ TYPE_REMEDIES = {
     "document": _TEXT_ONLY,
     "search_result": _TEXT_ONLY,
     "container_upload": f"{_RUNS_NO_TOOLS}; leave it out",
-    # Tools that a block adds or removes.
     "mcp_tool_reference": _CALLS_NO_MCP,
     "mcp_toolset_reference": _CALLS_NO_MCP,
 }
