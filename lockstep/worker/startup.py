@@ -396,7 +396,7 @@ class Fitting:
 
 
 def fill_inputs(program: Program, *shapes: StepShape) -> None:
-    """Fill the inputs of a pass with null rows. All prompts but the last have the maximum length."""
+    """Fill the inputs of a pass with null rows. Prompts but the last have the maximum length."""
     for inputs, shape in zip(program.table.pass_inputs, shapes, strict=False):
         begins = range(0, shape.tokens, shape.query_len) if shape.prompt else ()
         inputs.fill(query_lens=[min(shape.query_len, shape.tokens - begin) for begin in begins])
