@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.device.activations import sigmoid
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.hadamard import rotate_back
 from lockstep.kernels.formats.kv.launch import KVOperand
 from lockstep.kernels.integers import ceil_div
@@ -51,6 +52,7 @@ def _rotate_back_kernel(
     ROTATION_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rotate back, round and gate CTA_COLUMNS columns of CTA_TOKENS tokens and a head."""
+    pdl_start()
     token = tl.program_id(0).to(tl.int64) * CTA_TOKENS + tl.arange(0, CTA_TOKENS)
     head = tl.program_id(1)
     column = tl.program_id(2) * CTA_COLUMNS + tl.arange(0, CTA_COLUMNS)

@@ -49,6 +49,7 @@ from lockstep.kernels.attention.warpgroup import (
     zero_tail,
 )
 from lockstep.kernels.backends import resolve_architecture
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.ragged_rows import row_of
 from lockstep.kernels.device.softmax import LOG2E, NO_SCORE, combine_sums
 from lockstep.kernels.device.tiles import FLAT, SWIZZLED
@@ -282,6 +283,7 @@ def _prefill_kernel(
     H: query heads in memory. HKV: KV heads of the caches, each of which GROUP query heads read. An
     `out` of fp32 is stored without rounding and gate.
     """
+    pdl_start()
     PARTS: gl.constexpr = D // TILE_COLUMNS
     dtype: gl.constexpr = q.dtype.element_ty
     s = (gl.program_id(0) // HKV).to(gl.int64)

@@ -21,6 +21,7 @@ from lockstep.kernels import architecture
 from lockstep.kernels.attention.split_kv import SplitKVSizes, cta_work, store_partial
 from lockstep.kernels.attention.triton import combine_partials
 from lockstep.kernels.attention.warpgroup import TILES_PER_SPLIT
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.mma_layouts import LEFT_OPERAND, MMA_LAYOUT, RIGHT_OPERAND, column_of
 from lockstep.kernels.device.softmax import LOG2E, NO_SCORE
 from lockstep.kernels.formats.kv import QuantizedKV
@@ -192,6 +193,7 @@ def _decode_kernel(
 
     K_PAGE, K_TOKEN, K_HEAD, V_..: strides of pages, tokens and heads, in words of four bytes.
     """
+    pdl_start()
     GROUP: gl.constexpr = H // HKV
     s, kv, first_token, count, start, first_tile, tiles_per_cta, tiles = cta_work(
         cu_seqlens, starts, HKV

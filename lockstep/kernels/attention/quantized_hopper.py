@@ -46,6 +46,7 @@ from lockstep.kernels.attention.triton import (
 from lockstep.kernels.attention.warpgroup import TILE, TILES_PER_SPLIT
 from lockstep.kernels.backends import resolve_architecture
 from lockstep.kernels.compile_target import compile_target
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.gluon_compat import barrier
 from lockstep.kernels.device.softmax import LOG2E, NO_SCORE, exponentiate
 from lockstep.kernels.device.tiles import FLAT, SWIZZLED, zero_tail_rows
@@ -308,6 +309,7 @@ def _split_kv_kernel(
     DEQUANTIZE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Attend with a KV head of a batch row, over one of num_programs(1) parts of its context."""
+    pdl_start()
     GROUP: gl.constexpr = H // HKV
     dtype: gl.constexpr = q.dtype.element_ty
     s, kv, first_token, count, start, first_tile, tiles_per_cta, tiles = cta_work(

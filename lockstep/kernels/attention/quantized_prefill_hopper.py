@@ -15,6 +15,7 @@ from lockstep.kernels.attention.epilogue import finish_rotated
 from lockstep.kernels.attention.hopper import MIN_QUERY_LEN, launch_prefill
 from lockstep.kernels.attention.warpgroup import TILE
 from lockstep.kernels.compile_target import compile_target
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.kv_tile import load_kv_tile
 from lockstep.kernels.device.ragged_rows import row_of
 from lockstep.kernels.formats.kv import QuantizedKV
@@ -38,6 +39,7 @@ def _dequantize_kernel(
     OPAQUE: tl.constexpr,
 ):  # fmt: skip
     """Dequantize a page of a row and KV head into the scratch [rows, columns, 64, HEADS, D]."""
+    pdl_start()
     s = tl.program_id(2).to(tl.int64)
     page_column = tl.program_id(0)
     kv = first_head + tl.program_id(1)

@@ -27,6 +27,7 @@ from lockstep.kernels.attention import KV_SPLIT, paged_attention
 from lockstep.kernels.attention.epilogue import finish_rotated, store_output
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.compile_target import compile_target
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.kv_tile import load_kv_tile, pages_of_tile
 from lockstep.kernels.device.ragged_rows import row_of
 from lockstep.kernels.device.softmax import LOG2E, NO_SCORE, combine, online_softmax
@@ -181,6 +182,7 @@ def _attention_kernel(
     other split is a partial: partial_max, partial_sum [S QUERY_LEN, num_partials, H] and
     partial_acc [S QUERY_LEN, num_partials, H, D].
     """
+    pdl_start()
     s = (tl.program_id(0) // HKV).to(tl.int64)
     kv = tl.program_id(0) % HKV
     GROUP: tl.constexpr = H // HKV
@@ -281,6 +283,7 @@ def _combine_kernel(
     every token has many partials; the first IN_FLIGHT are loaded before the row's length is known,
     and those beyond it are discarded.
     """
+    pdl_start()
     s = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) // H
     head = tl.program_id(1) % H

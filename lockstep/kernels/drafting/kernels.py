@@ -10,6 +10,7 @@ blocks are specialised.
 import triton
 import triton.language as tl
 
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.paging import slot_at
 
 
@@ -19,6 +20,7 @@ def mtp_inputs_kernel(
     rows, tokens, length, window, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute mtp_inputs of BLOCK tokens and of BLOCK rows."""
+    pdl_start()
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = lane < tokens
     row = tl.load(row_ids + tl.load(token_rows + lane, mask=live, other=0))
@@ -38,6 +40,7 @@ def next_draft_step_kernel(
     columns, page_size, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store one draft token per row and advance the row's position (BLOCK rows per CTA)."""
+    pdl_start()
     s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = s < rows
     row = tl.load(row_ids + s, mask=live, other=0)
@@ -65,6 +68,7 @@ def block_step_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write BLOCK tokens of the rows' draft blocks."""
+    pdl_start()
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tokens = rows * width
     live = token < tokens
@@ -143,6 +147,7 @@ def match_kernel(
     matches: n in the upper half, the position in [texts, history] in the lower. So the longest
     n-gram wins, then the row's own history, then the latest position.
     """
+    pdl_start()
     row = tl.load(row_ids + tl.program_id(0))
     block = tl.program_id(1)
     known = tl.load(computed + row) + 1
@@ -170,6 +175,7 @@ def follow_kernel(
     BLOCKS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Write the tokens after the best match of one row to its drafts."""
+    pdl_start()
     row = tl.load(row_ids + tl.program_id(0))
     known = tl.load(computed + row) + 1
     history += row * length
@@ -202,6 +208,7 @@ def predicted_match_kernel(
     A match is an integer whose order ranks matches: n in the upper half; in the lower one the
     negated distance of its end from the answer's length, then whether the end is the later one.
     """
+    pdl_start()
     row = tl.load(row_ids + tl.program_id(0))
     block = tl.program_id(1)
     known = tl.load(computed + row) + 1
@@ -228,6 +235,7 @@ def predicted_follow_kernel(
     BLOCKS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Write the tokens after the best match of one row to its drafts."""
+    pdl_start()
     row = tl.load(row_ids + tl.program_id(0))
     answer_len = tl.load(computed + row) + 1 - tl.load(prompt_len + row)
     lane = tl.arange(0, BLOCKS)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.architecture import WARP_SIZE
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.experts.tiles import max_tiles
 from lockstep.kernels.integers import ceil_div, next_power_of_2
 
@@ -44,6 +45,7 @@ def clamped_experts(ids_ptr, offsets, mask, experts):
 @triton.jit(do_not_specialize=["pairs"])
 def _count_kernel(ids_ptr, counts_ptr, pairs, experts, LANES: tl.constexpr, CHUNK: tl.constexpr):
     """Count the pairs of one chunk per expert: counts [chunks + 1, LANES]."""
+    pdl_start()
     chunk = tl.program_id(0)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     chunk_experts = clamped_experts(ids_ptr, pair, pair < pairs, experts)
@@ -56,6 +58,7 @@ def _prefix_sum_kernel(
     counts_ptr, chunks, LANES: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS_PER_STEP: tl.constexpr
 ):  # fmt: skip
     """Replace each chunk's counts [chunks + 1, LANES] by the sum over the chunks before it."""
+    pdl_start()
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     before = tl.zeros((COLUMNS,), tl.int32)
     for begin in range(0, chunks, CHUNKS_PER_STEP):
@@ -96,6 +99,7 @@ def _scatter_kernel(
     The first CTA, which has no chunk, writes the table. counts_ptr: prefix sums over chunks, or
     None where each CTA counts all pairs itself, ALL_PAIRS at most.
     """
+    pdl_start()
     chunk = tl.program_id(0) - 1
     lane = tl.arange(0, LANES)
     pair_ids = chunk * CHUNK + tl.arange(0, CHUNK)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.device.activations import relu2, sigmoid, silu_product
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.tree_reduction import load_tree_sum
 from lockstep.kernels.experts.dispatch import clamped_experts
 from lockstep.kernels.formats.weights.dequantize_tile import accumulate_partition
@@ -62,6 +63,7 @@ def up_kernel(
     both factors of a product in one thread, which owns rows r and r + 8. Rows past the end repeat
     the last one: computed, not stored.
     """
+    pdl_start()
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     blocks = tl.cdiv(inner, WIDTH)
     tile = tl.program_id(0) // blocks
@@ -111,6 +113,7 @@ def down_kernel(
     act: in the order of tiles; rows after a tile's last pair are multiplied and not stored. TMA:
     act and weight are descriptors.
     """
+    pdl_start()
     blocks = tl.cdiv(hidden, BLOCK_N)
     tile = tl.program_id(0) // blocks
     first = tl.program_id(0) % blocks * BLOCK_N
@@ -162,6 +165,7 @@ def combine_kernel(
     gate_stride, SLOTS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK columns of out [T, hidden] of one token, slots in ascending order."""
+    pdl_start()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < hidden
@@ -207,6 +211,7 @@ def down_combine_kernel(
     counts for none. What the sum needs is loaded before the weights, so that nothing is waited for
     after them.
     """
+    pdl_start()
     token = tl.program_id(0).to(tl.int64)
     WIDTH: tl.constexpr = BLOCK_N // PADDED_SLOTS
     first = tl.program_id(1) * WIDTH

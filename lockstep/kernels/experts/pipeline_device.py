@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from lockstep.kernels.device.activations import silu_product
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.pipeline import HALF, K_BLOCK, allocate_pipeline, next_stage
 from lockstep.kernels.device.tree_reduction import load_tree_sum
 from lockstep.kernels.linear.quantized_pipeline import (
@@ -183,6 +184,7 @@ def up_pipeline_kernel(
     products of tokens that chose other experts are not stored. blocks: of K, rounded up. LANES: a
     power of two, at least `pairs`.
     """
+    pdl_start()
     x_buffers, w_buffers, full, empty = allocate_pipeline(
         x_desc, w_desc, ROWS, STAGES, BLOCKS, DTYPE
     )
@@ -289,6 +291,7 @@ def down_pipeline_kernel(
     A weight tile is these columns of each slot's expert, the x tile the activations of the token's
     slots. Of their product only the diagonal blocks, expert and slot equal, are kept.
     """
+    pdl_start()
     x_buffers, w_buffers, full, empty = allocate_pipeline(
         x_desc, w_desc, ROWS, STAGES, BLOCKS, DTYPE
     )

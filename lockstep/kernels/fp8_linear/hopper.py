@@ -33,6 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from lockstep.kernels.architecture import HOPPER
 from lockstep.kernels.backends import gpu_trait, resolve_architecture
 from lockstep.kernels.compile_target import CompileTarget, compile_target
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.pipeline import next_stage
 from lockstep.kernels.device.swizzle import swizzled_tile
 from lockstep.kernels.formats.weights import K_BLOCK as WORD_COLUMNS
@@ -268,6 +269,7 @@ def fp8_gemm_hopper_kernel(
         COUNT: split-K partitions that a tile adds up: 1 or 2.
         SCALES: scales of a weight row, rounded up to a power of two.
     """
+    pdl_start()
     TOKENS: gl.constexpr = x_desc.block_type.shape[0]
     W_ROWS: gl.constexpr = w_desc.block_type.shape[0]
     X_IS_LEFT: gl.constexpr = TOKENS == 2 * ROWS

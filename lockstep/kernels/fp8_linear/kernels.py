@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.device.activations import silu_product
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.dequantize import e4m3_to_fp32
 from lockstep.kernels.device.fp8 import MAX_E4M3_BITS, round_to_fp8
 from lockstep.kernels.device.swizzle import swizzled_tile
@@ -131,6 +132,7 @@ def quantize_rows_kernel(
 
     words_ptr: [T, padded_words] int32. scales_ptr: [groups, T], groups scale_stride apart.
     """
+    pdl_start()
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     words_ptr += row * padded_words
@@ -166,6 +168,7 @@ def quantize_silu_mul_kernel(
 
     gate_up_ptr: [T, 2 N], rows `stride` apart. words_ptr, scales_ptr: see quantize_rows_kernel.
     """
+    pdl_start()
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCKS * K_BLOCK
     columns = block_columns(first, BLOCKS)
@@ -192,6 +195,7 @@ def quantize_add_rms_norm_kernel(
     The norm is stored with KEEPS_NORM alone; `out` is not read otherwise. BLOCK is a multiple of
     128. words_ptr, scales_ptr: see quantize_rows_kernel. All else: see add_rms_norm_kernel.
     """
+    pdl_start()
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     norm = add_and_norm(
@@ -265,6 +269,7 @@ def fp8_gemm_kernel(
         first_row: position of the weight's row 0 in its block of SCALE_ROWS rows.
         COUNT: split-K partitions of `length` columns that this CTA adds up.
     """
+    pdl_start()
     pid = tl.program_id(0)
     part, first_m, first_n = swizzled_tile(pid, tokens, N, GROUP, BLOCK_M, BLOCK_N)
     m = first_m + tl.arange(0, BLOCK_M)

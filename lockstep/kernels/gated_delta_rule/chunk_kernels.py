@@ -22,6 +22,7 @@ import triton.language as tl
 
 from lockstep.kernels.architecture import WARP_SIZE
 from lockstep.kernels.device.convolution import convolve_chunk
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.gated_delta_rule.gating import gates
 
 WARP_SIZE_TL = tl.constexpr(WARP_SIZE)
@@ -46,6 +47,7 @@ def chunk_inputs_kernel(
     BLOCK: tl.constexpr, EPS: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
     """Convolve GRID tokens of one (chunk, head of q, k or v); normalize q and k; into inputs."""
+    pdl_start()
     chunk = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     count = tl.load(chunks_ptr + chunk * 3 + 2)
@@ -144,6 +146,7 @@ def intra_chunk_kernel(
     u [N, HV, V, GRID], w [T, HV, K], scores [N, HV, GRID, GRID], g_cumsum [N, HV, GRID] (log decay,
     cumulated from the chunk's first token).
     """
+    pdl_start()
     chunk = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     count = tl.load(chunks_ptr + chunk * 3 + 2)
@@ -208,6 +211,7 @@ def delta_state_kernel(
     chunk_states [N, HV, V, K] receives the state before each chunk. The state is transposed here,
     [BLOCK_V, BLOCK_K], so that it and v_new are left operands straight from registers.
     """
+    pdl_start()
     row = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
     begin = tl.load(cu_seqlens_ptr + row).to(tl.int64)
@@ -272,6 +276,7 @@ def chunk_output_kernel(
     The inter-chunk part is exp(g_cumsum) q S, the intra-chunk part scores v_new. v_new
     [N, HV, V, GRID], chunk_states [N, HV, V, K].
     """
+    pdl_start()
     chunk = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     count = tl.load(chunks_ptr + chunk * 3 + 2)

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from lockstep.kernels.device.activations import silu_approx
 from lockstep.kernels.device.convolution import convolve_window
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.history import window_index
 from lockstep.kernels.device.reductions import pairwise_sum
 from lockstep.kernels.gated_delta_rule.gating import gates
@@ -104,6 +105,7 @@ def step_inputs_kernel(
     committed [S]: tokens of each window that are certain to stay. Only these are computed, and k
     and decay are left to save_tokens_kernel. None: all are.
     """
+    pdl_start()
     COMMITTED: tl.constexpr = committed_ptr is not None
     C: tl.constexpr = 2 * HK * K + HV * V
     WIDTH: tl.constexpr = C + 2 * HV
@@ -168,6 +170,7 @@ def gated_norm_kernel(
     committed [S]: tokens of each window of `length` that are certain to stay; the outputs of the
     others are zeros. None, as length is then: all tokens have an output.
     """
+    pdl_start()
     n = (tl.program_id(0) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None, None]
     offs_v = tl.arange(0, BLOCK_V)[None, None, :]
     mask = (n < heads) & (offs_v < V)

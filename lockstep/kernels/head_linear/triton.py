@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.head_linear import head_linear
 from lockstep.kernels.integers import ceil_div, next_power_of_2
 
@@ -33,6 +34,7 @@ def _head_linear_kernel(
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_N outputs of a head for BLOCK_T tokens. weight [H, N, K] is contiguous."""
+    pdl_start()
     head = tl.program_id(2)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.compile_target import compile_target
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.kv_tile import load_kv_tile
 from lockstep.kernels.device.ragged_rows import row_of
 from lockstep.kernels.formats.kv import KVCache
@@ -39,6 +40,7 @@ def _dequantize_kernel(
 ):  # fmt: skip
     """Dequantize every num_programs(1)-th TILE of a row's tokens, and store the new number of their
     page."""
+    pdl_start()
     s = tl.program_id(0).to(tl.int64)
     _, count, start = row_of(cu_seqlens, starts, s)
     num_keys = start + count

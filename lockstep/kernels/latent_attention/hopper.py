@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lockstep.kernels.architecture import HOPPER, multiprocessor_count
 from lockstep.kernels.backends import resolve_architecture
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.softmax import (
     LOG2E,
     NO_SCORE,
@@ -511,6 +512,7 @@ def _latent_kernel(
     every `parallel`-th of their units: splits or, where it COMBINES, spans of keys. Each unit is
     stored as a partial or, where it FINISHES, combined into the output.
     """
+    pdl_start()
     dtype: gl.constexpr = out.dtype.element_ty
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     q_tiles = gl.allocate_shared_memory(dtype, [2, 64, HALF], SWIZZLED)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.kv_tile import store_quantized
 from lockstep.kernels.device.reductions import inverse_rms, row_sum, spread
 from lockstep.kernels.formats.kv import KVCache
@@ -60,6 +61,7 @@ def _latent_rope_kernel(
     NOPE: dims of a head before the rotated ones. scales, layer_constant, NUM_SCALES, STORE:
     quantized latents as KVOperand has them; STORE None: not quantized.
     """
+    pdl_start()
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     angles = tl.load(positions + token) * HALF

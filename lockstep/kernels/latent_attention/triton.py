@@ -25,6 +25,7 @@ from lockstep.kernels.architecture import HOPPER, fit_stages
 from lockstep.kernels.attention import KV_SPLIT
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.compile_target import compile_target
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.kv_tile import load_kv_tile, pages_of_tile
 from lockstep.kernels.device.ragged_rows import row_of
 from lockstep.kernels.device.softmax import LOG2E, NO_SCORE, combine
@@ -196,6 +197,7 @@ def _attention_kernel(
     NEAR_SPLIT, a split of the block. Partials: partial_max, partial_sum [S QUERY_LEN, num_partials,
     H] and partial_acc [S QUERY_LEN, num_partials, H, C].
     """
+    pdl_start()
     s = tl.program_id(0).to(tl.int64)
     first, count, start = row_of(cu_seqlens, starts, s)
     first_row, row_end, split = block_of(
@@ -253,6 +255,7 @@ def _combine_kernel(
     IN_FLIGHT: tl.constexpr,
 ):  # fmt: skip
     """Combine the partials of a (row, token, head) in ascending order, COMBINE_COLUMNS per CTA."""
+    pdl_start()
     s = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) // H
     head = tl.program_id(1) % H

@@ -7,6 +7,7 @@ The weight is the left operand. See quantized.py.
 import triton
 import triton.language as tl
 
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.swizzle import swizzled_tile
 from lockstep.kernels.device.tree_reduction import reduce_partitions
 from lockstep.kernels.formats.weights.dequantize_tile import accumulate_partition
@@ -35,6 +36,7 @@ def quantized_gemm_kernel(
 
     COUNT: split-K partitions of `length` columns that this CTA adds up.
     """
+    pdl_start()
     pid = tl.program_id(0)
     part, first_m, first_n = swizzled_tile(pid, tokens, N, GROUP, BLOCK_M, BLOCK_N)
     m = first_m + tl.arange(0, BLOCK_M)

@@ -20,6 +20,7 @@ computed and not stored, and columns of a product do not mix.
 import triton
 import triton.language as tl
 
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.dequantize import (
     CVT_E4M3,
     E2M1_TO_BF16,
@@ -657,6 +658,7 @@ def quantized_gemv_kernel(
         STEPS: k16 steps whose x is prefetched.
         AHEAD: blocks of the weight that are prefetched.
     """
+    pdl_start()
     ZEROS: tl.constexpr = weight.zeros is not None
     PER: tl.constexpr = _values_per_row(FORMAT, COUNT, ZEROS)
     thread = tl.arange(0, 32 * WARPS)

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.dequantize import (
     FP4,
     FP8,
@@ -449,6 +450,7 @@ def pipeline_kernel(
     all_blocks: blocks of K. length: blocks of a partition, the last one may have fewer; both are
     multiples of BLOCKS, the blocks of a stage. zeros and scales share scale_stride.
     """
+    pdl_start()
     ROWS: gl.constexpr = w_desc.block_type.shape[0]
     TOKENS: gl.constexpr = x_desc.block_type.shape[0]
     x_buffers, w_buffers, full, empty = allocate_pipeline(

@@ -20,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from lockstep.kernels.device.dependent_launch import pdl_release
 from lockstep.kernels.device.dequantize import FP4
 from lockstep.kernels.device.gluon_compat import barrier
 from lockstep.kernels.device.pipeline import (
@@ -281,6 +282,7 @@ def stream_k_kernel(
         flags_ptr: [CTAs] int64, the epoch once they are stored. Both may hold anything at launch.
         generation_ptr, serial: see lockstep.kernels.epochs.
     """
+    pdl_release()
     ROWS: gl.constexpr = w_desc.block_type.shape[0]
     TOKENS: gl.constexpr = x_desc.block_type.shape[0]
     x_buffers, w_buffers, full, empty = allocate_pipeline(

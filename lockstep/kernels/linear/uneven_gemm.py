@@ -10,6 +10,7 @@ sum as in dense_gemm.py.
 import triton
 import triton.language as tl
 
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.swizzle import swizzled_tile
 from lockstep.kernels.device.tree_reduction import reduce_partitions
 
@@ -64,6 +65,7 @@ def uneven_gemm_kernel(
 
     COUNT: split-K partitions of `length` columns that this CTA adds up.
     """
+    pdl_start()
     pid = tl.program_id(0)
     part, m, n = swizzled_tile(pid, tokens, N, GROUP, BLOCK_M, N0 + N1 + N2)
     acc0, acc1, acc2 = reduce_partitions(

@@ -10,6 +10,8 @@ Rows of zeros after an adapter's rank therefore change no bit.
 import triton
 import triton.language as tl
 
+from lockstep.kernels.device.dependent_launch import pdl_start
+
 
 @triton.jit(do_not_specialize=["x_stride"])
 def lora_shrink_kernel(
@@ -21,6 +23,7 @@ def lora_shrink_kernel(
 
     They are left unwritten where the token's adapter has scale 0 in this part.
     """
+    pdl_start()
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     adapter = tl.load(adapter_ids_ptr + token).to(tl.int64)
@@ -45,6 +48,7 @@ def lora_expand_kernel(
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Add s B h to BLOCK_N columns of one token of y [T, N]."""
+    pdl_start()
     token = tl.program_id(0).to(tl.int64)
     adapter = tl.load(adapter_ids_ptr + token).to(tl.int64)
     # Tokens of the base model read neither B nor y.

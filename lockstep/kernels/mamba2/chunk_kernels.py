@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.device.convolution import convolve_chunk
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.mamba2.discretization import discretize
 
 
@@ -27,6 +28,7 @@ def chunk_inputs_kernel(
     C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
     """Convolve GRID tokens of one (chunk, block of channels), with SiLU, into inputs [T, C]."""
+    pdl_start()
     chunk = tl.program_id(0).to(tl.int64)
     count = tl.load(chunks_ptr + chunk * 3 + 2)
     # The host launches the maximum number of chunks, since it does not know the lengths.
@@ -59,6 +61,7 @@ def chunk_scores_kernel(
     scores [N, G, GRID, GRID] without mask or decay, since decays differ between heads. dt, g_cumsum
     [N, H, GRID]: time step, and log decay cumulated from the chunk's first token.
     """
+    pdl_start()
     chunk = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     count = tl.load(chunks_ptr + chunk * 3 + 2)
@@ -102,6 +105,7 @@ def chunk_state_kernel(
     g_cumsum [N, HV, GRID]: log decay, cumulated from the chunk's first token. chunk_states
     [N, HV, K, V] receives the state before each chunk.
     """
+    pdl_start()
     row = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
     begin = tl.load(cu_seqlens_ptr + row).to(tl.int64)
@@ -178,6 +182,7 @@ def chunk_output_kernel(
     The inter-chunk part is C exp(g_cumsum) S, the intra-chunk part scores * decay @ (dt x), the
     skip D x.
     """
+    pdl_start()
     chunk = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     count = tl.load(chunks_ptr + chunk * 3 + 2)

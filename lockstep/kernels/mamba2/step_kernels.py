@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.device.convolution import convolve_window
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.history import window_index
 from lockstep.kernels.mamba2.discretization import discretize
 
@@ -61,6 +62,7 @@ def step_inputs_kernel(
     committed [S]: tokens of each window that are certain to stay. Only these are computed, and B
     and decay are left to save_tokens_kernel. None: all are.
     """
+    pdl_start()
     COMMITTED: tl.constexpr = committed_ptr is not None
     C: tl.constexpr = 2 * HK * K + HV * V
     WIDTH: tl.constexpr = C + 2 * HV

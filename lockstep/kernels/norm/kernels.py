@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.device.activations import silu_approx
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.reductions import inverse_rms, row_sum, row_sums, spread
 from lockstep.kernels.device.tree_reduction import load_tree_sum
 
@@ -26,6 +27,7 @@ def rms_norm_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Norm one row: x / rms(x) * (offset + weight)."""
+    pdl_start()
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     scale = offset + tl.load(weight + offs, mask=offs < D, other=0.0).to(tl.float32)
@@ -74,6 +76,7 @@ def add_rms_norm_kernel(
     offset, PARTS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add delta to one row of x and norm the sum. See add_and_norm."""
+    pdl_start()
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     norm = add_and_norm(
@@ -112,6 +115,7 @@ def gated_rms_norm_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Norm ROWS of `rows` rows: x / rms(x) * weight * silu(gate)."""
+    pdl_start()
     row, offs, mask, inner_index, values, z = _values_and_gate(
         x, gate, rows, inner, outer_stride, inner_stride, gate_outer, gate_inner, D, BLOCK, ROWS
     )
@@ -132,6 +136,7 @@ def gated_group_norm_kernel(
 
     y = x * silu(gate).
     """
+    pdl_start()
     row, offs, mask, inner_index, values, z = _values_and_gate(
         x, gate, rows, inner, outer_stride, inner_stride, gate_outer, gate_inner, D, BLOCK, ROWS
     )

@@ -8,6 +8,8 @@ history.
 import triton
 import triton.language as tl
 
+from lockstep.kernels.device.dependent_launch import pdl_start
+
 
 @triton.jit(do_not_specialize=["rows"])
 def list_chunks_kernel(
@@ -19,6 +21,7 @@ def list_chunks_kernel(
     chunks [N, 3]: (row, first token in the row, tokens) of each chunk. first_chunks [S]: index of
     the row's first chunk. out [T, WIDTH].
     """
+    pdl_start()
     row = tl.program_id(0)
     offs = tl.arange(0, BLOCK)
     live = offs < rows
@@ -54,6 +57,7 @@ def save_raw_inputs_kernel(
 
     Those before the row's last grid point go to the history of its snapshot, if it has one.
     """
+    pdl_start()
     row = tl.program_id(0)
     begin = tl.load(cu_seqlens_ptr + row).to(tl.int64)
     length = (tl.load(cu_seqlens_ptr + row + 1) - begin).to(tl.int32)

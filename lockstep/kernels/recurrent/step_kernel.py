@@ -17,6 +17,7 @@ docs/kernels/gated_delta_rule.md has the times; those in this file are of the de
 import triton
 import triton.language as tl
 
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.history import next_folded, next_index, wrap_index
 
 
@@ -297,6 +298,7 @@ def recurrent_step_kernel(
     are stepped through; None: all are, and any may be rejected. ADJACENT_CTAS: CTAs of a head with
     consecutive ids in grid dimension 0; 1 if grid dimension 1 counts them.
     """
+    pdl_start()
     COMMITTED: tl.constexpr = committed_ptr is not None
     C: tl.constexpr = 2 * HK * K + HV * V
     pid = (tl.program_id(0) // ADJACENT_CTAS).to(tl.int64)
@@ -366,6 +368,7 @@ def save_tokens_kernel(
 
     Grid: (row, tokens before the end of the row's window). inputs: see recurrent_step_kernel.
     """
+    pdl_start()
     # A kernel after the recurrence: in a window longer than the histories, these tokens may take
     # entries that other CTAs of the row still replay.
     row = tl.program_id(0).to(tl.int64)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.hadamard import rotate
 from lockstep.kernels.device.kv_tile import store_quantized
 from lockstep.kernels.device.reductions import inverse_rms, row_sums, spread
@@ -141,6 +142,7 @@ def _rope_and_cache_kernel(
     K_STORE, V_STORE: quantizers' stores (kernels.formats.kv); None: the cache is not quantized.
     ROTATION_BLOCK: elements of a key that the quantizer rotates together, and so of q; 0: none.
     """
+    pdl_start()
     Q_CTAS: tl.constexpr = (H + HEADS - 1) // HEADS
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)

@@ -17,6 +17,7 @@ from torch import Tensor
 from lockstep.kernels.activations import Act
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.device.activations import relu2, sigmoid, silu_product
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.reductions import row_sum
 from lockstep.kernels.device.tree_reduction import load_tree_sum
 from lockstep.kernels.integers import ceil_div, next_power_of_2
@@ -169,6 +170,7 @@ def _route_kernel(
 
     The first CTA of a token does the former, the others the latter.
     """
+    pdl_start()
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     if block == 0:

@@ -13,6 +13,7 @@ logit counts as inf, and a logit row whose maximum is not finite has no token.
 import triton
 import triton.language as tl
 
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.sampling import FILTERS, NOISE
 from lockstep.kernels.sampling.device_filter import (
     HIGHEST,
@@ -97,6 +98,7 @@ def score_kernel(
     vectorizes loads, and adds, as for whole rows, however the rank's rows are aligned. None for
     whole rows.
     """
+    pdl_start()
     query = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     row = tl.load(batch.row_ids + query // queries)
@@ -214,6 +216,7 @@ def choose_kernel(
     UNDECIDED if the tile does not hold all tokens that pass. NONE if the largest score is not
     finite.
     """
+    pdl_start()
     query = tl.program_id(0).to(tl.int64)
     row = tl.load(batch.row_ids + query // queries)
     use = integer_of(state, row, FLAGS)
@@ -259,6 +262,7 @@ def whole_kernel(
     WORD_LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Choose the tokens of UNDECIDED logit rows. Each CTA reuses a buffer of scores."""
+    pdl_start()
     cta = tl.program_id(0).to(tl.int64)
     for begin in range(0, logit_rows, tl.num_programs(0)):
         query = begin + cta

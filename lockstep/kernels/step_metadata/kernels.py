@@ -9,6 +9,7 @@ compiles nothing.
 import triton
 import triton.language as tl
 
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.history import next_folded
 from lockstep.kernels.device.paging import slot_at
 
@@ -43,6 +44,7 @@ def prepare_step_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write BLOCK tokens and BLOCK page-table columns of one row; its first CTA writes scalars."""
+    pdl_start()
     s = tl.program_id(0)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(row_ids + s)
@@ -101,6 +103,7 @@ def advance_rows_kernel(
     PROMPT: tl.constexpr, FORCED: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Commit the results of one row."""
+    pdl_start()
     s = tl.program_id(0)
     lane = tl.arange(0, LANES)
     row = tl.load(row_ids + s)

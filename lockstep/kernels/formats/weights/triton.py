@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.compile_target import CompileTarget
+from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.dequantize import FP8, e4m3_to_fp32
 from lockstep.kernels.formats.weights import IntWeight, QuantizedWeight, dequantize_weight
 from lockstep.kernels.formats.weights.dequantize_tile import K_BLOCK, load_tile
@@ -32,6 +33,7 @@ def _dequantize_kernel(
     DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Write one tile of out [N, K] of a weight with regular groups."""
+    pdl_start()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.program_id(1) * BLOCK_K
     rows = tl.minimum(n, N - 1).to(tl.int64)  # load_tile masks no rows: repeat the last one
@@ -48,6 +50,7 @@ def _gather_kernel(
     DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Write one tile of out [N, K] of a weight whose columns gather their scales from any group."""
+    pdl_start()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (n < N)[:, None] & (k < K)[None, :]
