@@ -1,7 +1,8 @@
 """CUDA graph capture: functions that replay graphs, one per key.
 
 The first call with a key runs eagerly, so that every kernel is compiled and every lazy buffer
-exists, then records; later calls replay. Tensor arguments are copied into the graph's own; results
+exists, then records, and replays a few times to choose the kind of edges (dependent_edges.py);
+later calls replay. Tensor arguments are copied into the graph's own; results
 are the graph's own tensors, overwritten by its next call. An op that no graph can replay raises an
 error that names the op (capture_checks.py).
 """
@@ -27,6 +28,7 @@ from lockstep.worker.capture_checks import (
     no_waiting,
     recover_capture,
 )
+from lockstep.worker.dependent_edges import instantiate
 from lockstep.worker.program import RunStep
 
 SYNC_ERROR = "synchronizing"
@@ -91,7 +93,7 @@ class CapturedFunction:
         epochs = launch_epochs(torch.device("cuda", torch.cuda.current_device()))
         self._run_eagerly(key, graph_arguments)
         stream = torch.cuda.current_stream()
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         result = None
         fault: RuntimeError | None = None
         try:
@@ -109,6 +111,7 @@ class CapturedFunction:
             recover_capture(stream, self.pool)
         if fault is not None:
             raise self._error(key, fault) from fault
+        instantiate(graph)
         return Recording(graph, tuple(map(_inputs_of, graph_arguments)), result)
 
     def _run_eagerly(self, key: Hashable, arguments: tuple[Any, ...]) -> None:

@@ -1,0 +1,190 @@
+"""Programmatic edges of captured graphs: a kernel starts while the previous one ends.
+
+CUDA names it programmatic dependent launch. Between two nodes of a graph the GPU is idle for about
+a microsecond. Over a programmatic edge the next kernel is launched as soon as all CTAs of the
+previous one have started; it waits for the end of that one by an instruction of its own
+(kernels/device/dependent_launch.py). Kernels without this instruction keep full edges, so an edge
+never changes what a kernel reads.
+"""
+
+import ctypes
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from lockstep.worker.step_timer import StepTimer
+
+WAIT = "griddepcontrol.wait"
+"""PTX instruction that waits for the end of the previous kernel."""
+RELEASE = "griddepcontrol.launch_dependents"
+"""PTX instruction that lets the next kernel start."""
+KERNEL_NODE = 0
+"""CU_GRAPH_NODE_TYPE_KERNEL."""
+TIMED_REPLAYS = 2
+"""Timed replays with each kind of edges, after an untimed one. The start of Qwen3.6-27B takes about
+a second longer for them."""
+
+
+class EdgeData(ctypes.Structure):
+    """CUgraphEdgeData."""
+
+    _fields_ = (
+        ("from_port", ctypes.c_ubyte),
+        ("to_port", ctypes.c_ubyte),
+        ("type", ctypes.c_ubyte),
+        ("reserved", ctypes.c_ubyte * 5),
+    )
+
+
+class KernelNodeParams(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS."""
+
+    _fields_ = (
+        ("function", ctypes.c_void_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("params", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+    )
+
+
+FULL = (0, 0, 0)
+"""Ports and type of an edge whose target starts when its source has ended."""
+PROGRAMMATIC = (1, 0, 1)
+"""CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC, CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC."""
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Edge between two nodes of a graph. kind: FULL or PROGRAMMATIC."""
+
+    source: int
+    target: int
+    kind: tuple[int, int, int]
+
+
+def instantiate(graph: torch.cuda.CUDAGraph) -> None:
+    """Instantiate a captured graph, with programmatic edges if its replays are faster with them.
+
+    The graph is replayed a few times, as often on every rank. It must have been made with
+    keep_graph, and its capture must have ended.
+    """
+    graph.instantiate()
+    edges = dependent_edges(graph)
+    if not edges:
+        return
+    full_ms = replay_ms(graph)
+    set_edges(graph, edges, PROGRAMMATIC)
+    if replay_ms(graph) > full_ms:
+        set_edges(graph, [Edge(edge.source, edge.target, PROGRAMMATIC) for edge in edges], FULL)
+
+
+def replay_ms(graph: torch.cuda.CUDAGraph) -> float:
+    """Return the ms of a few replays."""
+    graph.replay()
+    timer = StepTimer("cuda")
+    for _ in range(TIMED_REPLAYS):
+        graph.replay()
+    timer.end()
+    timer.wait()
+    return timer.ms
+
+
+def set_edges(
+    graph: torch.cuda.CUDAGraph, edges: Sequence[Edge], kind: tuple[int, int, int]
+) -> None:
+    """Change the kind of edges and instantiate the graph anew."""
+    driver = _driver()
+    raw = ctypes.c_void_p(graph.raw_cuda_graph())
+    for edge in edges:
+        source = ctypes.byref(ctypes.c_void_p(edge.source))
+        target = ctypes.byref(ctypes.c_void_p(edge.target))
+        before, after = EdgeData(*edge.kind), EdgeData(*kind)
+        one = ctypes.c_size_t(1)
+        _call(driver.cuGraphRemoveDependencies_v2, raw, source, target, ctypes.byref(before), one)
+        _call(driver.cuGraphAddDependencies_v2, raw, source, target, ctypes.byref(after), one)
+    graph.instantiate()
+
+
+def dependent_edges(graph: torch.cuda.CUDAGraph) -> list[Edge]:
+    """Return the full edges that may be programmatic: the source releases, and the target waits."""
+    releasing = _functions_with(RELEASE)
+    waiting = _functions_with(WAIT)
+    if not waiting or not hasattr(_driver(), "cuGraphGetEdges_v2"):  # a driver before CUDA 12.3
+        return []
+    return [
+        edge
+        for edge in edges_of(graph)
+        if edge.kind == FULL
+        and _function_of(edge.source) in releasing
+        and _function_of(edge.target) in waiting
+    ]
+
+
+def edges_of(graph: torch.cuda.CUDAGraph) -> list[Edge]:
+    """Return all edges of a graph."""
+    get_edges = _driver().cuGraphGetEdges_v2
+    raw = ctypes.c_void_p(graph.raw_cuda_graph())
+    count = ctypes.c_size_t()
+    _call(get_edges, raw, None, None, None, ctypes.byref(count))
+    sources = (ctypes.c_void_p * count.value)()
+    targets = (ctypes.c_void_p * count.value)()
+    data = (EdgeData * count.value)()
+    _call(get_edges, raw, sources, targets, data, ctypes.byref(count))
+    kinds = [(one.from_port, one.to_port, one.type) for one in data]
+    return [Edge(*ends) for ends in zip(sources, targets, kinds, strict=True)]
+
+
+def _function_of(node: int) -> int | None:
+    """Return the function that a kernel node launches, None for other nodes."""
+    driver = _driver()
+    kind = ctypes.c_int()
+    _call(driver.cuGraphNodeGetType, ctypes.c_void_p(node), ctypes.byref(kind))
+    if kind.value != KERNEL_NODE:
+        return None
+    params = KernelNodeParams()
+    _call(driver.cuGraphKernelNodeGetParams_v2, ctypes.c_void_p(node), ctypes.byref(params))
+    return params.function
+
+
+def _functions_with(instruction: str) -> set[int]:
+    """Return the CUDA functions of loaded kernels whose PTX has this instruction."""
+    if not find_spec("triton"):
+        return set()
+    from triton.runtime.jit import JITFunction
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("lockstep.")]
+    kernels = {
+        value
+        for module in modules
+        for value in list(vars(module).values())
+        if isinstance(value, JITFunction)
+    }
+    compiled = [one for kernel in kernels for one in _compiled(kernel)]
+    return {one.function for one in compiled if instruction in one.asm["ptx"]}
+
+
+def _compiled(kernel: Any) -> list[Any]:
+    """Return the specializations of a kernel that this process has loaded."""
+    caches = [caches[0] for caches in kernel.device_caches.values()]
+    return [one for kept in caches for one in kept.values() if one.function is not None]
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(function: Any, *arguments: Any) -> None:
+    """Call a function of the CUDA driver. Raises RuntimeError with its error code."""
+    code = function(*arguments)
+    if code:
+        raise RuntimeError(f"{function.__name__} returned CUDA error {code}")

@@ -1,0 +1,120 @@
+"""Kernels of captured steps start early where that is faster, and answers stay."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep import LLM, SamplingParams
+from lockstep.kernels.activations import silu_mul
+from lockstep.kernels.architecture import sm_number
+from lockstep.kernels.backends import load
+from lockstep.kernels.device.dependent_launch import FIRST_ARCHITECTURE
+from lockstep.worker import dependent_edges
+from lockstep.worker.capture import CapturedFunction
+from lockstep.worker.dependent_edges import FULL, PROGRAMMATIC, edges_of
+from lockstep.worker.executor import worker_of
+
+pytestmark = pytest.mark.gpu
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1, detokenize=False)
+PROMPTS = [{"prompt_token_ids": list(range(5, 5 + length))} for length in (3, 40, 130, 70)]
+
+
+@pytest.fixture(autouse=True)
+def _early_launches() -> None:
+    if sm_number(torch.device("cuda")) < FIRST_ARCHITECTURE:
+        pytest.skip("this GPU has no programmatic dependent launch")
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Set the ms that replays with programmatic edges take, where those with full ones take 1."""
+    replay = dependent_edges.replay_ms
+
+    def set_ms(programmatic: float) -> None:
+        def replay_ms(graph: torch.cuda.CUDAGraph) -> float:
+            replay(graph)
+            kinds = {edge.kind for edge in edges_of(graph)}
+            return programmatic if PROGRAMMATIC in kinds else 1.0
+
+        monkeypatch.setattr(dependent_edges, "replay_ms", replay_ms)
+
+    return set_ms
+
+
+def graphs_of(llm: LLM) -> Iterator[torch.cuda.CUDAGraph]:
+    for half in worker_of(llm.engine).run_step:
+        assert isinstance(half, CapturedFunction)
+        for recording in half.recordings.values():
+            yield recording.graph
+
+
+def answers(mode: str) -> tuple[LLM, list[tuple[object, ...]]]:
+    llm = LLM(device="cuda", cuda_graph_mode=mode, max_num_seqs=4, max_model_len=512)
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    kept = [(tuple(out.outputs[0].token_ids), repr(out.outputs[0].logprobs)) for out in outputs]
+    return llm, kept
+
+
+def test_answers_are_those_of_full_edges_and_of_eager_steps(
+    measured: Callable[[float], None],
+) -> None:
+    _, expected = answers("none")
+    measured(0.5)
+    early, actual = answers("full")
+    assert actual == expected
+    for graph in graphs_of(early):
+        assert PROGRAMMATIC in {edge.kind for edge in edges_of(graph)}
+    measured(2.0)
+    late, actual = answers("full")
+    assert actual == expected
+    for graph in graphs_of(late):
+        assert {edge.kind for edge in edges_of(graph)} == {FULL}
+
+
+def test_kernel_that_does_not_wait_keeps_its_edge(measured: Callable[[float], None]) -> None:
+    load()
+    measured(0.5)
+
+    def chain(x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = silu_mul(torch.cat([silu_mul(torch.cat([x, x.neg()], 1)), x], 1))
+        return x
+
+    pool = torch.cuda.graph_pool_handle()
+    captured = CapturedFunction(chain, pool, lambda key: True, "chain")
+    for seed in range(20):
+        x = torch.randn(64, 2048, device="cuda", generator=_generator(seed)).bfloat16()
+        assert torch.equal(captured(x), chain(x))
+    (recording,) = captured.recordings.values()
+    assert {edge.kind for edge in edges_of(recording.graph)} == {FULL}
+
+
+def test_chain_of_waiting_kernels_has_the_results_of_separate_launches(
+    measured: Callable[[float], None],
+) -> None:
+    """Each kernel overwrites what the one before the previous kernel read."""
+    load()
+    measured(0.5)
+
+    def chain(x: Tensor) -> Tensor:
+        width = x.shape[1]
+        while width > 64:
+            x = silu_mul(x)
+            width //= 2
+        return x
+
+    pool = torch.cuda.graph_pool_handle()
+    captured = CapturedFunction(chain, pool, lambda key: True, "chain")
+    for seed in range(200):
+        x = torch.randn(512, 16384, device="cuda", generator=_generator(seed)).bfloat16()
+        assert torch.equal(captured(x), chain(x))
+    (recording,) = captured.recordings.values()
+    kinds = [edge.kind for edge in edges_of(recording.graph)]
+    assert kinds.count(PROGRAMMATIC) == 7
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator("cuda").manual_seed(seed)
