@@ -8,8 +8,12 @@ weight, quantized cache and state.
     python -m tests.kernels.compile_launches [--quick] [op ...]
 
 --quick: only each backend's first case.
+
+Also checks that each kernel waits for the previous one before its first access to global memory
+(device/dependent_launch.py).
 """
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import is_dataclass
@@ -45,6 +49,18 @@ TYPES = {
     torch.bool: "i1",
     torch.float8_e4m3fn: "fp8e4nv",
 }
+WAIT = "griddepcontrol.wait"
+ACCESS = re.compile(r"\b(ld|st|atom|red)\.(\w+\.)*global|\bcp\.async(?!\.bulk\.prefetch)")
+"""Access to global memory in PTX, except for prefetches."""
+NO_WAIT = {
+    "stream_k_kernel": "CTAs that start early are placed unevenly, and these wait for each other",
+    "push_packets_kernel": "waits for other GPUs",
+    "push_kernel": "waits for other GPUs",
+    "push_add_rms_norm_kernel": "waits for other GPUs",
+    "propose_kernel": "waits for other GPUs",
+    "choose_proposed_kernel": "waits for other GPUs",
+}
+"""Kernels that start when the previous one has ended, and why."""
 
 
 class Launches:
@@ -74,11 +90,21 @@ class Launches:
             kind = source_kind(kernel)
             source = kind(fn=kernel, signature=types, constexprs=fixed, attrs=aligned)
             result = compile_checked(source, target=HOPPER, options=options)
+            check_wait(kernel.__name__, result.asm["ptx"])
             self.record(kernel.__name__, result)
             self.code.append((kernel.__name__, result.asm["ptx"]))
 
     def record(self, name: str, result: Any) -> None:
         """Do nothing with a compiled kernel: for subclasses that inspect it."""
+
+
+def check_wait(name: str, ptx: str) -> None:
+    """Check that a kernel waits before its first access to global memory, or never waits."""
+    if name in NO_WAIT:
+        assert WAIT not in ptx, name
+        return
+    before, wait, _ = ptx.partition(WAIT)
+    assert wait and not ACCESS.search(before), name
 
 
 def source_kind(kernel: Any) -> type[ASTSource]:
