@@ -1,10 +1,10 @@
 """CUDA graph capture: functions that replay graphs, one per key.
 
 The first call with a key runs eagerly, so that every kernel is compiled and every lazy buffer
-exists, then records, and replays a few times to choose the kind of edges (dependent_edges.py);
-later calls replay. Tensor arguments are copied into the graph's own; results
-are the graph's own tensors, overwritten by its next call. An op that no graph can replay raises an
-error that names the op (capture_checks.py).
+exists, then records, and replays a few times to choose the kind of edges (dependent_edges.py).
+Later calls replay. Tensor arguments are copied into the graph's own; results are the graph's own
+tensors, overwritten by its next call. An op that no graph can replay raises an error that names the
+op (capture_checks.py).
 """
 
 import gc
@@ -28,7 +28,7 @@ from lockstep.worker.capture_checks import (
     no_waiting,
     recover_capture,
 )
-from lockstep.worker.dependent_edges import instantiate
+from lockstep.worker.dependent_edges import MAX_TOKENS, choose_edges
 from lockstep.worker.program import RunStep
 
 SYNC_ERROR = "synchronizing"
@@ -52,8 +52,10 @@ class CapturedFunction:
     """Function with a graph per key, which is the shapes of its tensor arguments and the others.
 
     pool: memory pool of the graphs. captures: returns whether calls with a key are captured; other
-    calls run eagerly. name: for error messages. Raises CaptureError where a call compiles a kernel,
-    allocates outside of the pool, or waits for the device; the process stays usable.
+    calls run eagerly. name: for error messages. starts_early: returns whether kernels of a call
+    with a key may start early; its graph then runs a few more times when it is made. Raises
+    CaptureError where a call compiles a kernel, allocates outside of the pool, or waits for the
+    device; the process stays usable.
     """
 
     def __init__(
@@ -62,11 +64,13 @@ class CapturedFunction:
         pool: Any,
         captures: Callable[[Hashable], bool],
         name: str,
+        starts_early: Callable[[Any], bool] = lambda key: False,
     ) -> None:
         self.fn = fn
         self.pool = pool
         self.captures = captures
         self.name = name
+        self.starts_early = starts_early
         self.recordings: dict[Hashable, Recording] = {}
 
     def __call__(self, *arguments: Any) -> Any:
@@ -111,7 +115,8 @@ class CapturedFunction:
             recover_capture(stream, self.pool)
         if fault is not None:
             raise self._error(key, fault) from fault
-        instantiate(graph)
+        if self.starts_early(key):
+            choose_edges(graph)
         return Recording(graph, tuple(map(_inputs_of, graph_arguments)), result)
 
     def _run_eagerly(self, key: Hashable, arguments: tuple[Any, ...]) -> None:
@@ -202,9 +207,15 @@ def capture_program(run_step: RunStep, pool: Any) -> RunStep:
         # After an eager pass the arguments are new tensors, which no graph reads.
         return is_captured(key[0].shapes)
 
+    def is_short(shapes: Any) -> bool:
+        return sum(shape.tokens for shape in shapes) <= MAX_TOKENS
+
+    def follows_short(key: Any) -> bool:
+        return is_short(key[0].shapes)
+
     return RunStep(
-        CapturedFunction(run_step.forward, pool, is_captured, "forward"),
-        CapturedFunction(run_step.decide, pool, follows_captured, "decide"),
+        CapturedFunction(run_step.forward, pool, is_captured, "forward", is_short),
+        CapturedFunction(run_step.decide, pool, follows_captured, "decide", follows_short),
     )
 
 
@@ -215,8 +226,11 @@ def capture_pieces(model: nn.Module, pool: Any, token_counts: Iterable[int]) -> 
     def has_captured_count(key: Any) -> bool:
         return key[0][0] in counts
 
+    def is_short(key: Any) -> bool:
+        return key[0][0] <= MAX_TOKENS
+
     for name, block in model.named_modules():
         if hasattr(block, "tokenwise"):
             block.tokenwise = CapturedFunction(
-                block.tokenwise, pool, has_captured_count, f"{name}.tokenwise"
+                block.tokenwise, pool, has_captured_count, f"{name}.tokenwise", is_short
             )

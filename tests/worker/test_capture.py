@@ -140,7 +140,7 @@ def test_piecewise_graphs_exclude_mixers(tmp_path: Path, monkeypatch: pytest.Mon
     inside: list[str] = []
     called: list[tuple[str, int]] = []
 
-    def recorded_piece(fn: Any, pool: Any, wanted_value: Any, name: str) -> Any:
+    def recorded_piece(fn: Any, pool: Any, wanted_value: Any, name: str, starts_early: Any) -> Any:
         def piece(x: Tensor, delta: Tensor | None, index: int, ctx: StepContext) -> Any:
             called.append((name, index))
             inside.append(name)
@@ -181,7 +181,7 @@ def test_forward_and_decide_have_graphs_for_uniform_steps(monkeypatch: pytest.Mo
     recorded_piece: dict[str, set[Any]] = {"forward": set(), "decide": set()}
     kept: dict[Any, Any] = {}
 
-    def captured(fn: Any, pool: Any, expected: Any, name: str) -> Any:
+    def captured(fn: Any, pool: Any, expected: Any, name: str, starts_early: Any) -> Any:
         def face(*key: Any) -> Any:
             if not expected(key):
                 return fn(*key)

@@ -84,7 +84,7 @@ def test_kernel_that_does_not_wait_keeps_its_edge(measured: Callable[[float], No
         return x
 
     pool = torch.cuda.graph_pool_handle()
-    captured = CapturedFunction(chain, pool, lambda key: True, "chain")
+    captured = CapturedFunction(chain, pool, lambda key: True, "chain", lambda key: True)
     for seed in range(20):
         x = torch.randn(64, 2048, device="cuda", generator=_generator(seed)).bfloat16()
         assert torch.equal(captured(x), chain(x))
@@ -107,7 +107,7 @@ def test_chain_of_waiting_kernels_has_the_results_of_separate_launches(
         return x
 
     pool = torch.cuda.graph_pool_handle()
-    captured = CapturedFunction(chain, pool, lambda key: True, "chain")
+    captured = CapturedFunction(chain, pool, lambda key: True, "chain", lambda key: True)
     for seed in range(200):
         x = torch.randn(512, 16384, device="cuda", generator=_generator(seed)).bfloat16()
         assert torch.equal(captured(x), chain(x))
