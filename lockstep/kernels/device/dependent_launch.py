@@ -32,6 +32,12 @@ def pdl_start(_semantic=None):
         gdc_launch_dependents(_semantic=_semantic)
 
 
+def pdl_wait(_semantic=None):
+    """Wait as pdl_start() does, in warps whose kernel calls pdl_start() in another partition."""
+    if _has_griddepcontrol(_semantic):
+        gdc_wait(_semantic=_semantic)
+
+
 def pdl_release(_semantic=None):
     """Let the next kernel of the graph start once every CTA has called this or has ended."""
     if _has_griddepcontrol(_semantic):
@@ -53,5 +59,5 @@ def prefetch_line(pointers, _semantic=None):
 
 
 # Triton calls such functions while it compiles, and passes _semantic.
-for function in (pdl_start, pdl_release, prefetch_line):
+for function in (pdl_start, pdl_wait, pdl_release, prefetch_line):
     function.__triton_builtin__ = True

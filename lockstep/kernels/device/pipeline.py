@@ -54,6 +54,35 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def copy_weight_blocks(w_desc, x_buffers, w_buffers, full, stage, n, block, BLOCKS: gl.constexpr):
+    """Expect all bytes of an empty stage, and start the TMA copies of its words.
+
+    n: first weight row. block: first of BLOCKS blocks. copy_x_blocks() starts the other copies.
+    """
+    WORDS: gl.constexpr = w_buffers.shape[2]
+    BYTES: gl.constexpr = BLOCKS * (
+        w_buffers.shape[1] * WORDS * 4 + x_buffers.shape[1] * K_BLOCK * 2
+    )
+    ready = full.index(stage)
+    mbarrier.expect(ready, BYTES)
+    for i in gl.static_range(BLOCKS):
+        words = w_buffers.index(stage * BLOCKS + i)
+        tma.async_copy_global_to_shared(w_desc, [n, (block + i) * WORDS], ready, words)
+
+
+@gluon.jit
+def copy_x_blocks(x_desc, x_buffers, full, stage, m, block, BLOCKS: gl.constexpr):
+    """Start the TMA copies of x into a stage. m: first token. block: first of BLOCKS blocks."""
+    ready = full.index(stage)
+    for i in gl.static_range(BLOCKS):
+        column = (block + i) * K_BLOCK
+        low = x_buffers.index(2 * (stage * BLOCKS + i))
+        tma.async_copy_global_to_shared(x_desc, [m, column], ready, low)
+        high = x_buffers.index(2 * (stage * BLOCKS + i) + 1)
+        tma.async_copy_global_to_shared(x_desc, [m, column + HALF], ready, high)
+
+
+@gluon.jit
 def fill_stage(
     x_desc, w_desc, x_buffers, w_buffers, full, empty, stage, phase, n, m, first,
     BLOCKS: gl.constexpr, STEP: gl.constexpr,
@@ -62,18 +91,7 @@ def fill_stage(
 
     n, m: first weight row and first token. The first block is first * STEP.
     """
-    WORDS: gl.constexpr = w_buffers.shape[2]
-    BYTES: gl.constexpr = BLOCKS * (
-        w_buffers.shape[1] * WORDS * 4 + x_buffers.shape[1] * K_BLOCK * 2
-    )
     mbarrier.wait(empty.index(stage), phase)
-    ready = full.index(stage)
-    mbarrier.expect(ready, BYTES)
-    for i in gl.static_range(BLOCKS):
-        block = first * STEP + i
-        buffer = stage * BLOCKS + i
-        tma.async_copy_global_to_shared(w_desc, [n, block * WORDS], ready, w_buffers.index(buffer))
-        low = x_buffers.index(2 * buffer)
-        tma.async_copy_global_to_shared(x_desc, [m, block * K_BLOCK], ready, low)
-        high = x_buffers.index(2 * buffer + 1)
-        tma.async_copy_global_to_shared(x_desc, [m, block * K_BLOCK + HALF], ready, high)
+    block = first * STEP
+    copy_weight_blocks(w_desc, x_buffers, w_buffers, full, stage, n, block, BLOCKS)
+    copy_x_blocks(x_desc, x_buffers, full, stage, m, block, BLOCKS)

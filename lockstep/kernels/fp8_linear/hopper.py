@@ -33,7 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from lockstep.kernels.architecture import HOPPER
 from lockstep.kernels.backends import gpu_trait, resolve_architecture
 from lockstep.kernels.compile_target import CompileTarget, compile_target
-from lockstep.kernels.device.dependent_launch import pdl_start
+from lockstep.kernels.device.dependent_launch import pdl_start, pdl_wait
 from lockstep.kernels.device.pipeline import next_stage
 from lockstep.kernels.device.swizzle import swizzled_tile
 from lockstep.kernels.formats.weights import K_BLOCK as WORD_COLUMNS
@@ -97,35 +97,69 @@ def _blocks(part, step, length, all_blocks, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def _tile_blocks(
+    tile, tokens, N, all_blocks, length, COUNT: gl.constexpr, GROUP: gl.constexpr,
+    TOKENS: gl.constexpr, OUTPUTS: gl.constexpr,
+):  # fmt: skip
+    """Return the first token and output of a tile, its first block, and the end of its blocks."""
+    part, m, n = swizzled_tile(tile, tokens, N, GROUP, TOKENS, OUTPUTS)
+    begin, _ = _blocks(part, 0, length, all_blocks, COUNT)
+    _, end = _blocks(part, COUNT - 1, length, all_blocks, COUNT)
+    return m, n, begin, end
+
+
+@gluon.jit
+def _copy_weight(w_desc, w_stages, full, stage, n, block, BYTES: gl.constexpr):
+    """Expect all bytes of an empty stage, and start the TMA copy of the weight's block."""
+    ready = full.index(stage)
+    mbarrier.expect(ready, BYTES)
+    tma.async_copy_global_to_shared(w_desc, [n, block * K_BLOCK], ready, w_stages.index(stage))
+
+
+@gluon.jit
 def _produce(
     x_desc, w_desc, x_scales_desc, x_stages, w_stages, x_scale_stages, full, empty, tokens, N,
     all_blocks, length, x_scale_stride, tiles, COUNT: gl.constexpr, GROUP: gl.constexpr,
     BY_BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """Run the producer warp: copy the blocks of all tiles of this CTA in the order of their use."""
+    """Run the producer warp: copy the blocks of all tiles of this CTA in the order of their use.
+
+    The previous kernel writes x, and no kernel of a step writes the weight. So the weight's blocks
+    of the first stages are copied before pdl_start().
+    """
     STAGES: gl.constexpr = full.shape[0]
     TOKENS: gl.constexpr = x_stages.shape[1]
-    BYTES: gl.constexpr = (w_stages.shape[1] + TOKENS) * K_BLOCK + (
+    OUTPUTS: gl.constexpr = w_stages.shape[1]
+    BYTES: gl.constexpr = (OUTPUTS + TOKENS) * K_BLOCK + (
         x_scale_stages.shape[1] * 4 if BY_BLOCK else 0
     )
+    m, n, begin, end = _tile_blocks(
+        gl.program_id(0), tokens, N, all_blocks, length, COUNT, GROUP, TOKENS, OUTPUTS
+    )
+    ahead = gl.minimum(end - begin, STAGES)
+    for i in range(ahead):
+        _copy_weight(w_desc, w_stages, full, i, n, begin + i, BYTES)
+    pdl_start()
     stage = 0
     phase = 1  # all stages begin empty
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        part, m, n = swizzled_tile(tile, tokens, N, GROUP, TOKENS, w_stages.shape[1])
-        begin, _ = _blocks(part, 0, length, all_blocks, COUNT)
-        _, end = _blocks(part, COUNT - 1, length, all_blocks, COUNT)
         for block in range(begin, end):
-            mbarrier.wait(empty.index(stage), phase)
+            if ahead == 0:
+                mbarrier.wait(empty.index(stage), phase)
+                _copy_weight(w_desc, w_stages, full, stage, n, block, BYTES)
+            ahead = gl.maximum(ahead - 1, 0)
             ready = full.index(stage)
-            mbarrier.expect(ready, BYTES)
             column = block * K_BLOCK
-            tma.async_copy_global_to_shared(w_desc, [n, column], ready, w_stages.index(stage))
             tma.async_copy_global_to_shared(x_desc, [m, column], ready, x_stages.index(stage))
             if BY_BLOCK:
                 tma.async_copy_global_to_shared(
                     x_scales_desc, [block * x_scale_stride + m], ready, x_scale_stages.index(stage)
                 )
             stage, phase = next_stage(stage, phase, STAGES)
+        # At the end of the loop, so that no division delays the first copy of x.
+        m, n, begin, end = _tile_blocks(
+            tile + gl.num_programs(0), tokens, N, all_blocks, length, COUNT, GROUP, TOKENS, OUTPUTS
+        )
 
 
 @gluon.jit
@@ -221,6 +255,8 @@ def _consume(
         w_scale_row = w_scale_rows.index(WARPGROUP)
         w_scales = w_scale_row._reinterpret(gl.float32, [SCALES, 1], ROW_LAYOUT)
         block = gl.arange(0, SCALES, gl.BlockedLayout([1], [32], [4], [0]))
+    else:
+        pdl_wait()  # the previous kernel writes the scales of x, which plain loads read
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -269,7 +305,6 @@ def fp8_gemm_hopper_kernel(
         COUNT: split-K partitions that a tile adds up: 1 or 2.
         SCALES: scales of a weight row, rounded up to a power of two.
     """
-    pdl_start()
     TOKENS: gl.constexpr = x_desc.block_type.shape[0]
     W_ROWS: gl.constexpr = w_desc.block_type.shape[0]
     X_IS_LEFT: gl.constexpr = TOKENS == 2 * ROWS

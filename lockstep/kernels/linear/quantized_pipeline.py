@@ -38,6 +38,8 @@ from lockstep.kernels.device.pipeline import (
     HALF,
     K_BLOCK,
     allocate_pipeline,
+    copy_weight_blocks,
+    copy_x_blocks,
     fill_stage,
     next_stage,
 )
@@ -344,11 +346,22 @@ def scale_offsets(rows, scale_row_offset, stride, FORMAT: gl.constexpr):
 def _produce(
     x_desc, w_desc, x_buffers, w_buffers, full, empty, n, m, begin, blocks, BLOCKS: gl.constexpr
 ):  # fmt: skip
-    """Producer partition: copy blocks begin .. begin + blocks into the pipeline, BLOCKS a stage."""
+    """Producer partition: copy blocks begin .. begin + blocks into the pipeline, BLOCKS a stage.
+
+    The previous kernel writes x, and no kernel of a step writes the weight. So the words of all
+    stages are copied before pdl_start(). No stage is complete without x: whatever the consumers do
+    after their first stage, such as their stores, comes after pdl_start() too.
+    """
     STAGES: gl.constexpr = full.shape[0]
+    ahead = gl.minimum(blocks, STAGES * BLOCKS)
+    for i in range(0, ahead, BLOCKS):
+        copy_weight_blocks(w_desc, x_buffers, w_buffers, full, i // BLOCKS, n, begin + i, BLOCKS)
+    pdl_start()
+    for i in range(0, ahead, BLOCKS):
+        copy_x_blocks(x_desc, x_buffers, full, i // BLOCKS, m, begin + i, BLOCKS)
     stage = 0
-    phase = 1
-    for i in range(0, blocks, BLOCKS):
+    phase = 0  # each stage has been filled once
+    for i in range(ahead, blocks, BLOCKS):
         fill_stage(
             x_desc, w_desc, x_buffers, w_buffers, full, empty, stage, phase, n, m, begin + i,
             BLOCKS, 1,
@@ -450,7 +463,6 @@ def pipeline_kernel(
     all_blocks: blocks of K. length: blocks of a partition, the last one may have fewer; both are
     multiples of BLOCKS, the blocks of a stage. zeros and scales share scale_stride.
     """
-    pdl_start()
     ROWS: gl.constexpr = w_desc.block_type.shape[0]
     TOKENS: gl.constexpr = x_desc.block_type.shape[0]
     x_buffers, w_buffers, full, empty = allocate_pipeline(
