@@ -1,7 +1,8 @@
 # mypy: ignore-errors
 """Programmatic dependent launch (PDL): a kernel starts while the previous one of its graph ends.
 
-Every kernel of a step calls pdl_start() before its first access to memory that kernels write. Which
+Every kernel of a step calls pdl_start() before its first access to memory that kernels write. No
+kernel of a step writes quantized words and their scales, so a kernel may read them earlier. Which
 edges of a graph use it: worker/dependent_edges.py. Kernels that are launched otherwise start when
 the previous one has ended, so that both instructions do nothing.
 """

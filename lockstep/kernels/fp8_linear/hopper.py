@@ -125,7 +125,8 @@ def _produce(
     """Run the producer warp: copy the blocks of all tiles of this CTA in the order of their use.
 
     The previous kernel writes x, and no kernel of a step writes the weight. So the weight's blocks
-    of the first stages are copied before pdl_start().
+    of the first stages are copied before pdl_start(). No stage is complete without x, so consumers
+    store their first tile after pdl_start().
     """
     STAGES: gl.constexpr = full.shape[0]
     TOKENS: gl.constexpr = x_stages.shape[1]
@@ -136,18 +137,18 @@ def _produce(
     m, n, begin, end = _tile_blocks(
         gl.program_id(0), tokens, N, all_blocks, length, COUNT, GROUP, TOKENS, OUTPUTS
     )
-    ahead = gl.minimum(end - begin, STAGES)
-    for i in range(ahead):
+    early_blocks = gl.minimum(end - begin, STAGES)
+    for i in range(early_blocks):
         _copy_weight(w_desc, w_stages, full, i, n, begin + i, BYTES)
     pdl_start()
     stage = 0
     phase = 1  # all stages begin empty
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         for block in range(begin, end):
-            if ahead == 0:
+            if early_blocks == 0:
                 mbarrier.wait(empty.index(stage), phase)
                 _copy_weight(w_desc, w_stages, full, stage, n, block, BYTES)
-            ahead = gl.maximum(ahead - 1, 0)
+            early_blocks = gl.maximum(early_blocks - 1, 0)
             ready = full.index(stage)
             column = block * K_BLOCK
             tma.async_copy_global_to_shared(x_desc, [m, column], ready, x_stages.index(stage))

@@ -348,20 +348,20 @@ def _produce(
 ):  # fmt: skip
     """Producer partition: copy blocks begin .. begin + blocks into the pipeline, BLOCKS a stage.
 
-    The previous kernel writes x, and no kernel of a step writes the weight. So the words of all
-    stages are copied before pdl_start(). No stage is complete without x: whatever the consumers do
-    after their first stage, such as their stores, comes after pdl_start() too.
+    The previous kernel writes x, and no kernel of a step writes the weight. So the words of the
+    first stages are copied before pdl_start(). No stage is complete without x, so consumers store
+    after pdl_start(). Before that they read only scales, zero points and factors.
     """
     STAGES: gl.constexpr = full.shape[0]
-    ahead = gl.minimum(blocks, STAGES * BLOCKS)
-    for i in range(0, ahead, BLOCKS):
+    early_blocks = gl.minimum(blocks, STAGES * BLOCKS)
+    for i in range(0, early_blocks, BLOCKS):
         copy_weight_blocks(w_desc, x_buffers, w_buffers, full, i // BLOCKS, n, begin + i, BLOCKS)
     pdl_start()
-    for i in range(0, ahead, BLOCKS):
+    for i in range(0, early_blocks, BLOCKS):
         copy_x_blocks(x_desc, x_buffers, full, i // BLOCKS, m, begin + i, BLOCKS)
     stage = 0
     phase = 0  # each stage has been filled once
-    for i in range(ahead, blocks, BLOCKS):
+    for i in range(early_blocks, blocks, BLOCKS):
         fill_stage(
             x_desc, w_desc, x_buffers, w_buffers, full, empty, stage, phase, n, m, begin + i,
             BLOCKS, 1,
