@@ -61,6 +61,11 @@ NO_WAIT = {
     "choose_proposed_kernel": "waits for other GPUs",
 }
 """Kernels that start when the previous one has ended, and why."""
+EARLY_WEIGHT = {"pipeline_kernel", "fp8_gemm_hopper_kernel"}
+"""Kernels whose producer warp copies tiles of w_desc before it waits."""
+RELEASE = "griddepcontrol.launch_dependents"
+TMA_COPY = re.compile(r"cp\.async\.bulk\.tensor\S+ \[%r\d+\], \[(%rd\d+)")
+"""TMA copy into shared memory; the group is the register with the descriptor's address."""
 
 
 class Launches:
@@ -103,8 +108,36 @@ def check_wait(name: str, ptx: str) -> None:
     if name in NO_WAIT:
         assert WAIT not in ptx, name
         return
+    if name in EARLY_WEIGHT:
+        check_copies(name, ptx)
+        return
     before, wait, _ = ptx.partition(WAIT)
     assert wait and not ACCESS.search(before), name
+
+
+def check_copies(name: str, ptx: str) -> None:
+    """Check that the producer warp copies tiles of w_desc alone before it waits.
+
+    x_desc and w_desc are the first descriptors among the kernel's parameters.
+    """
+    before, _, after = ptx.partition(RELEASE)
+    before, wait, between = before.rpartition(WAIT)
+    assert wait, name
+    early, late = (
+        {_parameter_number(ptx, register) for register in TMA_COPY.findall(part)}
+        for part in (before, between + after)
+    )
+    x_desc, w_desc = sorted(early | late)[:2]
+    assert early == {w_desc} and x_desc in late, (name, early, late)
+
+
+def _parameter_number(ptx: str, register: str) -> int:
+    """Return the number of the parameter whose address a register has."""
+    while register.startswith("%"):
+        match = re.search(rf"(?:mov|cvta)\S*\s+{register}, ([^;]+);", ptx)
+        assert match is not None, register
+        register = match[1]
+    return int(register.rpartition("_")[2])
 
 
 def source_kind(kernel: Any) -> type[ASTSource]:

@@ -31,7 +31,7 @@ from lockstep.kernels.formats.weights.cases import layouts, random_weights
 from lockstep.kernels.formats.weights.operand import shared_memory_bytes
 from lockstep.kernels.linear.quantized import launch
 from lockstep.kernels.linear.quantized_tuning import candidates, compiler_tile, fit_tile, lookup
-from tests.kernels.compile_launches import OPTIONS, source_kind, type_of
+from tests.kernels.compile_launches import OPTIONS, check_wait, source_kind, type_of
 from tests.kernels.layouts import compile_checked
 
 N = 256
@@ -60,8 +60,6 @@ MAX_STACK = 64
 """Maximum bytes of stack per thread of the register-only GEMV: a few addresses."""
 WAITS = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
 """Instruction that waits for all products of a warpgroup."""
-COPY = re.compile(r"cp\.async\.bulk\.tensor\S+ \[%r\d+\], \[(%rd\d+)")
-"""TMA copy into shared memory; the group is the register of its descriptor."""
 MARGIN = 4096
 """Shared memory in bytes that a kernel may use besides its tiles."""
 
@@ -77,7 +75,10 @@ class Compiled:
         """Compile a launch of the kernel with these arguments."""
         source, options = source_of(kernel, args, kwargs)
         target = GPUTarget("cuda", self.arch, 32)
-        self.made.append(compile_checked(source, target=target, options=options))
+        result = compile_checked(source, target=target, options=options)
+        if self.arch >= HOPPER:
+            check_wait(kernel.__name__, result.asm["ptx"])
+        self.made.append(result)
 
 
 def source_of(
@@ -185,8 +186,7 @@ def compile_pipelines(token_counts: Mapping[str, tuple[int, ...]]) -> None:
 
     Loads are 16 bytes and the loop spills no register. Only the last wgmma is waited for at once:
     ptxas serializes all of them where registers are short. With stream-K, partial sums pass
-    through memory two at a time. Without it, the weight is copied before the wait for the previous
-    kernel.
+    through memory two at a time.
     """
     compiled = Compiled(HOPPER)
     JITFunction.run = lambda kernel, *a, **kwargs: compiled.compile(kernel, *a, **kwargs)
@@ -205,38 +205,10 @@ def compile_pipelines(token_counts: Mapping[str, tuple[int, ...]]) -> None:
                 product = "mma.sync" if tile.mma_sync else "wgmma.mma_async"
                 assert product in code and "ld.shared.v4" in code, (name, tile)
                 assert ("atom.global.acquire" in code) == bool(stream_k), (name, tile)
-                if not stream_k:
-                    check_copy_order(code)
                 assert not stream_k or "st.global.v2.b32" in code, (name, tile)
                 machine = run_cuda_tool(result.asm["cubin"], knobs.nvidia.nvdisasm.path)
                 assert tile.mma_sync or machine.count(WAITS) == 1, (name, tile)
                 print(HOPPER, name, tile, *resource_usage(result.asm["cubin"]), flush=True)
-
-
-def check_copy_order(ptx: str) -> None:
-    """Assert that the producer copies w_desc before it waits for the previous kernel, and x_desc
-    after it.
-
-    Both are descriptors among the kernel's parameters, and x_desc is the first one.
-    """
-    before, _, after = ptx.partition("griddepcontrol.launch_dependents")
-    before, wait, between = before.rpartition("griddepcontrol.wait")
-    assert wait, "the kernel does not wait"
-    early, late = (
-        [_parameter_number(ptx, register) for register in COPY.findall(part)]
-        for part in (before, between + after)
-    )
-    x_desc, w_desc = sorted({*early, *late})[:2]
-    assert set(early) == {w_desc} and x_desc in late, (early, late)
-
-
-def _parameter_number(ptx: str, register: str) -> int:
-    """Return the number of the kernel's parameter whose address a register has."""
-    while register.startswith("%"):
-        match = re.search(rf"(?:mov|cvta)\S*\s+{register}, ([^;]+);", ptx)
-        assert match is not None, register
-        register = match[1]
-    return int(register.rpartition("_")[2])
 
 
 def run_cuda_tool(cubin: bytes, *command: str) -> str:

@@ -6,29 +6,36 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.compile_launches import NO_WAIT, check_wait
+from tests.kernels.compile_launches import EARLY_WEIGHT, NO_WAIT, RELEASE, WAIT, check_wait
 
 KERNELS = Path(__file__).parents[2] / "lockstep" / "kernels"
 ENTRY = "_kernel"
 """End of the names of functions that are launched."""
 
 
-def kernels() -> Iterator[ast.FunctionDef]:
-    """Yield the source of every Triton kernel."""
+def kernels() -> Iterator[tuple[ast.FunctionDef, ast.Module]]:
+    """Yield the source of every Triton kernel, and of its module."""
     for path in sorted(KERNELS.rglob("*.py")):
         text = path.read_text()
         if "triton" not in text or "numba" in path.name:
             continue
-        for node in ast.parse(text).body:
+        module = ast.parse(text)
+        for node in module.body:
             if isinstance(node, ast.FunctionDef) and node.name.endswith(ENTRY):
                 if any("jit" in ast.unparse(one) for one in node.decorator_list):
-                    yield node
+                    yield node, module
 
 
-@pytest.mark.parametrize("kernel", list(kernels()), ids=lambda kernel: kernel.name)
-def test_kernel_waits(kernel: ast.FunctionDef) -> None:
-    """Compiled kernels of all ops are checked in test_compiles.py; this includes all others."""
-    called = [node.func.id for node in ast.walk(kernel) if _is_call(node)]
+@pytest.mark.parametrize(
+    ("kernel", "module"), [pytest.param(*one, id=one[0].name) for one in kernels()]
+)
+def test_kernel_waits(kernel: ast.FunctionDef, module: ast.Module) -> None:
+    """Compiled kernels of all ops are checked in test_compiles.py; this includes all others.
+
+    A kernel that copies its weight early waits in its producer, a function of the same module.
+    """
+    code = module if kernel.name in EARLY_WEIGHT else kernel
+    called = [node.func.id for node in ast.walk(code) if _is_call(node)]
     assert called.count("pdl_start") == (kernel.name not in NO_WAIT)
 
 
@@ -44,3 +51,17 @@ def test_access_before_the_wait_is_found() -> None:
     with pytest.raises(AssertionError):
         check_wait("", "ld.global.b32 [%rd1];")
     check_wait("", "ld.param.b64 [a]; prefetch.global.L2 [%rd1]; griddepcontrol.wait; ld.global;")
+
+
+def test_early_copy_of_x_is_found() -> None:
+    """Parameter 0 is the descriptor of x, parameter 5 the one of the weight."""
+    addresses = "mov.b64 %rd1, kernel_param_0; mov.b64 %rd2, kernel_param_5;"
+    x, weight = (
+        f"cp.async.bulk.tensor.2d.shared [%r1], [{desc}, {{%r2, %r3}}], [%r4];"
+        for desc in ("%rd1", "%rd2")
+    )
+    start = f"{WAIT}; {RELEASE};"
+    check_wait("pipeline_kernel", f"{addresses} {weight} {start} {x} {weight}")
+    for code in (f"{weight} {x} {start} {x}", f"{x} {start} {weight}", f"{start} {weight} {x}"):
+        with pytest.raises(AssertionError):
+            check_wait("pipeline_kernel", f"{addresses} {code}")
