@@ -14,9 +14,12 @@ from lockstep.kernels.device.tree_reduction import load_tree_sum, reduce_partiti
 PREFETCHED_LINES = tl.constexpr(4)
 """Lines of 128 bytes of each weight row that a CTA prefetches while the previous kernel ends.
 
-H200, one row, whole steps without and with them: Qwen3.6-35B-A3B 2.620 and 2.573 ms, 27B 13.309 and
-13.245 (bf16, 2026-11-30).
+Whole steps of one row without prefetches, with 4 and with 8 lines: Qwen3.6-35B-A3B 2.620, 2.573 and
+2.601 ms, 27B 13.309, 13.244 and 13.377 (H200, bf16, 2026-11-30).
 """
+MAX_PREFETCHING_TOKENS = tl.constexpr(64)
+"""Maximum tokens of a tile whose CTA prefetches. With more, products take longer than loads, and
+CTAs of other tokens read the same rows."""
 
 
 @triton.jit
@@ -84,7 +87,8 @@ def dense_gemm_kernel(
     row_mask = (m < tokens)[:, None]
     # Weight rows past the end repeat the last one: computed, never stored.
     w_row_ptr = weight_ptr + tl.minimum(n, N - 1).to(tl.int64) * w_stride
-    prefetch_rows(w_row_ptr, begin, K)
+    if BLOCK_M <= MAX_PREFETCHING_TOKENS:
+        prefetch_rows(w_row_ptr, begin, K)
     pdl_start()
     if not TMA:
         k = tl.arange(0, BLOCK_K)[None, :]
