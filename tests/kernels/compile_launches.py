@@ -95,7 +95,6 @@ class Launches:
             kind = source_kind(kernel)
             source = kind(fn=kernel, signature=types, constexprs=fixed, attrs=aligned)
             result = compile_checked(source, target=HOPPER, options=options)
-            check_wait(kernel.__name__, result.asm["ptx"])
             self.record(kernel.__name__, result)
             self.code.append((kernel.__name__, result.asm["ptx"]))
 
@@ -188,6 +187,9 @@ def main(names: list[str]) -> None:
                 if served and (backend.run.__name__, missing) not in absent:
                     absent.add((backend.run.__name__, missing))
                     backend.run(**kwargs)
+        for kernel, ptx in launches.code:
+            check_wait(kernel, ptx)
+        launches.code.clear()
         kernels = sorted({key[0] for key in launches.seen})
         launches.seen.clear()
         assert kernels, f"{name} launches nothing"
