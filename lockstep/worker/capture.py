@@ -28,7 +28,7 @@ from lockstep.worker.capture_checks import (
     no_waiting,
     recover_capture,
 )
-from lockstep.worker.dependent_edges import MAX_TOKENS, choose_edges
+from lockstep.worker.dependent_edges import MAX_TOKENS, choose_edges, num_programmatic, start_early
 from lockstep.worker.program import RunStep
 
 SYNC_ERROR = "synchronizing"
@@ -71,7 +71,21 @@ class CapturedFunction:
         self.captures = captures
         self.name = name
         self.starts_early = starts_early
+        self.choose_edges = choose_edges
         self.recordings: dict[Hashable, Recording] = {}
+
+    def start_early(self) -> None:
+        """Let kernels of all graphs that may start early do so, whatever is faster: for checks."""
+        self.choose_edges = start_early
+        for key, recording in self.recordings.items():
+            if self.starts_early(key):
+                start_early(recording.graph)
+
+    @property
+    def num_early_starts(self) -> int:
+        """Return the number of kernels in all graphs that start before the previous one ends."""
+        short = [one.graph for key, one in self.recordings.items() if self.starts_early(key)]
+        return sum(map(num_programmatic, short))
 
     def __call__(self, *arguments: Any) -> Any:
         key = tuple(map(_key_of, arguments))
@@ -116,7 +130,7 @@ class CapturedFunction:
         if fault is not None:
             raise self._error(key, fault) from fault
         if self.starts_early(key):
-            choose_edges(graph)
+            self.choose_edges(graph)
         return Recording(graph, tuple(map(_inputs_of, graph_arguments)), result)
 
     def _run_eagerly(self, key: Hashable, arguments: tuple[Any, ...]) -> None:
@@ -217,6 +231,11 @@ def capture_program(run_step: RunStep, pool: Any) -> RunStep:
         CapturedFunction(run_step.forward, pool, is_captured, "forward", is_short),
         CapturedFunction(run_step.decide, pool, follows_captured, "decide", follows_short),
     )
+
+
+def captured_halves(run_step: RunStep) -> list[CapturedFunction]:
+    """Return the halves of a step that have graphs."""
+    return [half for half in run_step if isinstance(half, CapturedFunction)]
 
 
 def capture_pieces(model: nn.Module, pool: Any, token_counts: Iterable[int]) -> None:

@@ -92,6 +92,17 @@ def choose_edges(graph: torch.cuda.CUDAGraph) -> None:
         set_edges(graph, [Edge(edge.source, edge.target, PROGRAMMATIC) for edge in edges], FULL)
 
 
+def start_early(graph: torch.cuda.CUDAGraph) -> None:
+    """Make all edges of a captured graph programmatic that may be, whatever is faster."""
+    if edges := dependent_edges(graph):
+        set_edges(graph, edges, PROGRAMMATIC)
+
+
+def num_programmatic(graph: torch.cuda.CUDAGraph) -> int:
+    """Return the number of programmatic edges of a graph."""
+    return sum(edge.kind == PROGRAMMATIC for edge in edges_of(graph))
+
+
 def replay_ms(graph: torch.cuda.CUDAGraph) -> float:
     """Return the ms of a few replays."""
     graph.replay()

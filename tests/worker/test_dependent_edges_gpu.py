@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 from lockstep import LLM, SamplingParams
+from lockstep.check.drafters import NO_DRAFTER
+from lockstep.check.engines import build
+from lockstep.check.report.coverage import Coverage
 from lockstep.kernels.activations import silu_mul
 from lockstep.kernels.architecture import sm_number
 from lockstep.kernels.backends import load
@@ -76,6 +79,16 @@ def test_answers_are_those_of_full_edges_and_of_eager_steps(
     assert actual == expected
     for graph in graphs_of(late):
         assert {edge.kind for edge in edges_of(graph)} == {FULL}
+
+
+def test_engines_of_a_check_start_kernels_early_whatever_is_faster(
+    measured: Callable[[float], None],
+) -> None:
+    measured(2.0)
+    engine = build(None, {"device": "cuda", "max_num_seqs": 2, "max_model_len": 512})
+    coverage = Coverage()
+    coverage.record_engine(engine.engine, NO_DRAFTER)
+    assert coverage.has_early_starts
 
 
 def test_kernel_that_does_not_wait_keeps_its_edge(measured: Callable[[float], None]) -> None:

@@ -12,6 +12,8 @@ from lockstep.kernels.backends import all_ops
 from lockstep.kernels.registry import Op
 from lockstep.sampling_params import SamplingParams
 from lockstep.spec import DRAFTERS
+from lockstep.worker.capture import captured_halves
+from lockstep.worker.executor import worker_of
 
 ALL_DRAFTERS = (*DRAFTERS, oracle_drafter.NAME)
 
@@ -32,6 +34,8 @@ NO_JOINT_STEPS = (
     "no scenario of this run had one; on a GPU only engines with CUDA graphs of whole steps do"
 )
 """Reason why joint steps were not exercised."""
+NO_EARLY_STARTS = "only CUDA graphs of whole steps have them, from compute capability 9.0 on"
+"""Reason why no kernel started before the previous one ended."""
 
 
 def engine_parameters() -> set[str]:
@@ -47,7 +51,8 @@ class Coverage:
     drafters that ran. parameters: sampling parameters that differed from their defaults.
     refused_drafters: reason by drafter that the checkpoint does not support. has_engine: an engine
     was recorded, so that an op without a backend is none of its model's. has_joint_steps: a
-    scenario had a decode step and a prompt step in one forward pass.
+    scenario had a decode step and a prompt step in one forward pass. has_early_starts: an engine's
+    graphs had kernels that start before the previous one ends.
     """
 
     backends: dict[str, set[str]] = field(default_factory=dict)
@@ -57,6 +62,7 @@ class Coverage:
     refused_drafters: dict[str, str] = field(default_factory=dict)
     has_engine: bool = False
     has_joint_steps: bool = False
+    has_early_starts: bool = False
 
     def record_engine(self, engine: Engine, drafter: str) -> None:
         """Record an engine with this drafter, or with "none"."""
@@ -67,6 +73,9 @@ class Coverage:
             self.refused.setdefault(choice["op"], {}).update(choice["refused"])
         if drafter != NO_DRAFTER:
             self.drafters.add(drafter)
+        if not self.has_early_starts:
+            halves = captured_halves(worker_of(engine).run_step)
+            self.has_early_starts = any(half.num_early_starts for half in halves)
 
     def record_params(self, params: SamplingParams) -> None:
         """Record the sampling parameters of a request."""
@@ -93,6 +102,8 @@ class Coverage:
         ]
         if not self.has_joint_steps:
             missing.append(("joint steps", NO_JOINT_STEPS))
+        if not self.has_early_starts:
+            missing.append(("kernels that start early", NO_EARLY_STARTS))
         return missing + self._missing_ops() + self._missing_backends()
 
     def _missing_ops(self) -> list[tuple[str, str]]:

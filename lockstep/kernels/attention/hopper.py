@@ -311,8 +311,7 @@ def _prefill_kernel(
         zeroed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(zeroed, count=2)  # both warpgroups, each for its half of a tile
         for i in gl.static_range(NUM_STAGES):
-            # One arrival, the producer's; TMA adds the bytes.
-            mbarrier.init(full.index(i), count=1)
+            mbarrier.init(full.index(i), count=1)  # the producer; TMA adds the bytes
             # Two readers: a stage is free when both warpgroups have released it.
             mbarrier.init(empty.index(i), count=2)
         ones.store(gl.full((8, 64), 1.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))

@@ -355,8 +355,7 @@ def _split_kv_kernel(
                     q_tile, p_tiles, rescales, row_maxes, k_stages, k_full, k_empty, p_full,
                     v_empty, start, first_tile, tiles, scale, GROUP,
                 )),
-                # Keys: one tile more, since the softmax warpgroup issues one Q K^T ahead.
-                (_dequantize_tiles, (
+                (_dequantize_tiles, (  # one tile more, since one Q K^T is issued ahead
                     k_qdata, k_scales, k_layer_constant, k_stages, k_full, k_empty, pages,
                     first_tile, tiles + 1, num_keys, kv, K_PAGE_STRIDE, K_TOKEN_STRIDE,
                     K_HEAD_STRIDE, K_NUM_SCALES, HKV, K_PER_LOAD, K_LOAD, K_DEQUANTIZE, False,

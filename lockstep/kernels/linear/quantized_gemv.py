@@ -655,8 +655,7 @@ def quantized_gemv_kernel(
         x_ptr: words of two columns, x_stride words per row.
         blocks: blocks of 128 columns per partition. REST: blocks % AHEAD.
         COUNT: scales of a row in a block.
-        STEPS: k16 steps whose x is prefetched.
-        AHEAD: blocks of the weight that are prefetched.
+        STEPS, AHEAD: k16 steps whose x is prefetched, and blocks of the weight that are.
     """
     pdl_start()
     ZEROS: tl.constexpr = weight.zeros is not None

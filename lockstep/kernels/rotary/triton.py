@@ -175,9 +175,8 @@ def _rope_and_cache_kernel(
         slot = tl.load(slot_mapping + token).to(tl.int32)  # a 64-bit division is a function call
         page = (slot // page_size).to(tl.int64)  # a cache may exceed 2^31 elements
         token_in_page = slot % page_size
-        k_ptrs = (
-            k_cache + (page * k_page_stride + token_in_page * k_token_stride) + head * k_head_stride
-        )
+        k_offset = page * k_page_stride + token_in_page * k_token_stride
+        k_ptrs = k_cache + k_offset + head * k_head_stride
         if K_STORE is None:
             _norm_rope_and_store(
                 keys, k_ptrs, live, k_weight, cos, sin, eps, offset, D, HALF, HEADS, BLOCK, PAIRS

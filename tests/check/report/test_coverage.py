@@ -10,6 +10,7 @@ import pytest
 from lockstep.check import SIZES, Report, run_check
 from lockstep.check.report.coverage import (
     ALL_DRAFTERS,
+    NO_EARLY_STARTS,
     NO_JOINT_STEPS,
     Coverage,
     engine_parameters,
@@ -136,6 +137,13 @@ def test_joint_steps_are_missing_until_a_scenario_had_one() -> None:
     assert dict(coverage.missing())["joint steps"] == NO_JOINT_STEPS
     coverage.has_joint_steps = True
     assert "joint steps" not in dict(coverage.missing())
+
+
+def test_early_starts_are_missing_until_an_engine_had_one() -> None:
+    coverage = Coverage()
+    assert dict(coverage.missing())["kernels that start early"] == NO_EARLY_STARTS
+    coverage.has_early_starts = True
+    assert "kernels that start early" not in dict(coverage.missing())
 
 
 def test_feature_is_missing_only_where_an_engine_ran() -> None:
