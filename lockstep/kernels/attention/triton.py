@@ -230,8 +230,7 @@ def _attention_kernel(
             if ((first_key + TILE) % KV_SPLIT == 0) | (first_key + TILE >= span_end):
                 if ((span_begin == 0) & COMBINES) | (not STORES_PARTIALS):
                     all_state = combine(*all_state, *state, 0)
-                else:
-                    # Rows that see no key of this split have no such partial.
+                else:  # rows that see no key of this split have no such partial
                     stores = row_mask & (first_key // KV_SPLIT * KV_SPLIT <= last_key)
                     split_partial = partial + first_key // KV_SPLIT * H
                     _store_partial(partials, split_partial, column, *state, stores, D)

@@ -655,7 +655,8 @@ def quantized_gemv_kernel(
         x_ptr: words of two columns, x_stride words per row.
         blocks: blocks of 128 columns per partition. REST: blocks % AHEAD.
         COUNT: scales of a row in a block.
-        STEPS, AHEAD: k16 steps whose x is prefetched, and blocks of the weight that are.
+        STEPS: k16 steps whose x is prefetched.
+        AHEAD: blocks of the weight that are prefetched.
     """
     pdl_start()
     ZEROS: tl.constexpr = weight.zeros is not None
@@ -690,9 +691,8 @@ def quantized_gemv_kernel(
     # Prologue: fill all stages of the register pipeline.
     stages = ()
     for i in tl.static_range(AHEAD):
-        live = begin + i < end
         fetched = _load_rows(
-            words, scales, zeros, extra, begin + i, live, FORMAT, COUNT, ZEROS, TILES
+            words, scales, zeros, extra, begin + i, begin + i < end, FORMAT, COUNT, ZEROS, TILES
         )  # fmt: skip
         stages = stages + (fetched,)
     after = _load_x(columns, begin, 0, STEPS, BATCH)
