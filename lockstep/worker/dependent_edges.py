@@ -1,7 +1,7 @@
-"""Programmatic edges of captured graphs: a kernel starts while the previous one ends.
+"""Edges of CUDA graphs over which a kernel starts while the previous one ends.
 
-CUDA names it programmatic dependent launch. Between two nodes of a graph the GPU is idle for about
-a microsecond. Over a programmatic edge the next kernel is launched as soon as all CTAs of the
+CUDA calls this programmatic dependent launch, and such edges programmatic. Over a full edge the GPU
+is idle for about a microsecond. Over a programmatic edge the next kernel is launched as soon as all CTAs of the
 previous one have started; it waits for the end of that one by an instruction of its own
 (kernels/device/dependent_launch.py). Kernels without this instruction keep full edges, so an edge
 never changes what a kernel reads.
