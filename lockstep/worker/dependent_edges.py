@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lockstep.kernels.architecture import HOPPER, sm_number
 from lockstep.worker.step_timer import StepTimer
 
 WAIT = "griddepcontrol.wait"
@@ -78,12 +79,12 @@ class Edge:
 def choose_edges(graph: torch.cuda.CUDAGraph) -> None:
     """Make edges of a captured graph programmatic if its replays are faster with them.
 
-    The graph is replayed a few times, as often on every rank. It must have been made with
-    keep_graph.
+    It must have been made with keep_graph. It is replayed a few times, even without such edges:
+    every rank must replay it as often, and the kernels of ranks may differ.
     """
-    edges = dependent_edges(graph)
-    if not edges:
+    if not has_programmatic_edges():
         return
+    edges = dependent_edges(graph)
     full_ms = replay_ms(graph)
     set_edges(graph, edges, PROGRAMMATIC)
     if replay_ms(graph) > full_ms:
@@ -92,13 +93,22 @@ def choose_edges(graph: torch.cuda.CUDAGraph) -> None:
 
 def start_early(graph: torch.cuda.CUDAGraph) -> None:
     """Make all edges of a captured graph programmatic that may be, whatever is faster."""
-    if edges := dependent_edges(graph):
-        set_edges(graph, edges, PROGRAMMATIC)
+    if has_programmatic_edges():
+        set_edges(graph, dependent_edges(graph), PROGRAMMATIC)
 
 
 def num_programmatic(graph: torch.cuda.CUDAGraph) -> int:
     """Return the number of programmatic edges of a graph."""
+    if not has_programmatic_edges():
+        return 0
     return sum(edge.kind == PROGRAMMATIC for edge in edges_of(graph))
+
+
+def has_programmatic_edges() -> bool:
+    """Return whether the GPU and its driver support programmatic edges."""
+    if sm_number(torch.device("cuda", torch.cuda.current_device())) < HOPPER:
+        return False
+    return hasattr(_driver(), "cuGraphGetEdges_v2")  # from CUDA 12.3 on
 
 
 def replay_ms(graph: torch.cuda.CUDAGraph) -> float:
@@ -131,8 +141,6 @@ def dependent_edges(graph: torch.cuda.CUDAGraph) -> list[Edge]:
     """Return the full edges that may be programmatic: the source releases, and the target waits."""
     releasing = _functions_with(RELEASE)
     waiting = _functions_with(WAIT)
-    if not waiting or not hasattr(_driver(), "cuGraphGetEdges_v2"):  # a driver before CUDA 12.3
-        return []
     return [
         edge
         for edge in edges_of(graph)

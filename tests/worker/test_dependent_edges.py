@@ -1,0 +1,70 @@
+"""Choice between programmatic and full edges of a graph, without a GPU."""
+
+from typing import Any
+
+import pytest
+
+from lockstep.worker import dependent_edges
+from lockstep.worker.dependent_edges import (
+    FULL,
+    PROGRAMMATIC,
+    Edge,
+    choose_edges,
+    num_programmatic,
+    start_early,
+)
+
+EDGE = Edge(1, 2, FULL)
+
+
+class Graph:
+    """Graph whose replays take a time for each kind of edges. calls: in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, edges: list[Edge]) -> None:
+        self.calls: list[str] = []
+        self.kind = FULL
+        self.ms = {FULL: 1.0, PROGRAMMATIC: 0.5}
+        monkeypatch.setattr(dependent_edges, "has_programmatic_edges", lambda: True)
+        monkeypatch.setattr(dependent_edges, "dependent_edges", lambda graph: edges)
+        monkeypatch.setattr(dependent_edges, "replay_ms", self.replay_ms)
+        monkeypatch.setattr(dependent_edges, "set_edges", self.set_edges)
+
+    def replay_ms(self, graph: Any) -> float:
+        self.calls.append("replay")
+        return self.ms[self.kind]
+
+    def set_edges(self, graph: Any, edges: list[Edge], kind: tuple[int, int, int]) -> None:
+        self.calls.append("set")
+        self.kind = kind
+
+
+@pytest.mark.parametrize("edges", [[EDGE], []])
+def test_ranks_replay_as_often_whatever_their_kernels_are(
+    edges: list[Edge], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay of one rank alone would wait for the exchanges of the others."""
+    graph = Graph(monkeypatch, edges)
+    choose_edges(graph)  # type: ignore[arg-type]
+    assert graph.calls.count("replay") == 2
+
+
+@pytest.mark.parametrize(("ms", "kind"), [(0.5, PROGRAMMATIC), (2.0, FULL)])
+def test_faster_kind_is_kept(
+    ms: float, kind: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = Graph(monkeypatch, [EDGE])
+    graph.ms[PROGRAMMATIC] = ms
+    choose_edges(graph)  # type: ignore[arg-type]
+    assert graph.kind == kind
+
+
+def test_graphs_stay_without_support_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drivers before CUDA 12.3 lack the functions for edges with data."""
+    graph = Graph(monkeypatch, [EDGE])
+    monkeypatch.undo()
+    monkeypatch.setattr(dependent_edges.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(dependent_edges, "sm_number", lambda device: 90)
+    monkeypatch.setattr(dependent_edges, "_driver", object)
+    choose_edges(graph)  # type: ignore[arg-type]
+    start_early(graph)  # type: ignore[arg-type]
+    assert num_programmatic(graph) == 0  # type: ignore[arg-type]
