@@ -9,7 +9,7 @@ never changes what a kernel reads.
 
 import ctypes
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -139,8 +139,9 @@ def set_edges(
 
 def dependent_edges(graph: torch.cuda.CUDAGraph) -> list[Edge]:
     """Return the full edges that may be programmatic: the source releases, and the target waits."""
-    releasing = _functions_with(RELEASE)
-    waiting = _functions_with(WAIT)
+    kernels = _loaded_kernels()
+    releasing = _functions_with(RELEASE, kernels)
+    waiting = _functions_with(WAIT, kernels)
     return [
         edge
         for edge in edges_of(graph)
@@ -176,27 +177,28 @@ def _function_of(node: int) -> int | None:
     return params.function
 
 
-def _functions_with(instruction: str) -> set[int]:
-    """Return the CUDA functions of loaded kernels whose PTX has this instruction."""
+def _loaded_kernels() -> list[Any]:
+    """Return the specializations of all kernels that this process has loaded."""
     if not find_spec("triton"):
-        return set()
+        return []
     from triton.runtime.jit import JITFunction
 
-    modules = [module for name, module in sys.modules.items() if name.startswith("lockstep.")]
+    # list() copies at once: other threads may import a module or load a kernel meanwhile.
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("lockstep.")]
     kernels = {
         value
         for module in modules
         for value in list(vars(module).values())
         if isinstance(value, JITFunction)
     }
-    compiled = [one for kernel in kernels for one in _compiled(kernel)]
-    return {one.function for one in compiled if instruction in one.asm["ptx"]}
+    caches = [caches[0] for kernel in kernels for caches in list(kernel.device_caches.values())]
+    specializations = [one for kept in caches for one in list(kept.values())]
+    return [one for one in specializations if one.function is not None]
 
 
-def _compiled(kernel: Any) -> list[Any]:
-    """Return the specializations of a kernel that this process has loaded."""
-    caches = [caches[0] for caches in kernel.device_caches.values()]
-    return [one for kept in caches for one in kept.values() if one.function is not None]
+def _functions_with(instruction: str, kernels: Iterable[Any]) -> set[int]:
+    """Return the CUDA functions of the kernels whose PTX has this instruction."""
+    return {one.function for one in kernels if instruction in one.asm["ptx"]}
 
 
 @cache

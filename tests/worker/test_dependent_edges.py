@@ -1,5 +1,8 @@
 """Choice between programmatic and full edges of a graph, without a GPU."""
 
+import sys
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +11,8 @@ from lockstep.worker import dependent_edges
 from lockstep.worker.dependent_edges import (
     FULL,
     PROGRAMMATIC,
+    RELEASE,
+    WAIT,
     Edge,
     choose_edges,
     num_programmatic,
@@ -68,3 +73,35 @@ def test_graphs_stay_without_support_of_the_driver(monkeypatch: pytest.MonkeyPat
     choose_edges(graph)  # type: ignore[arg-type]
     start_early(graph)  # type: ignore[arg-type]
     assert num_programmatic(graph) == 0  # type: ignore[arg-type]
+
+
+class Kernel:
+    """Kernel with the caches of a JITFunction."""
+
+    def __init__(self, specializations: list[Any]) -> None:
+        self.device_caches = {0: (dict(enumerate(specializations)),)}
+
+
+class ImportingName(str):
+    """Name of a module during whose comparison another thread imports a module."""
+
+    def startswith(self, prefix: Any, *bounds: Any) -> bool:
+        sys.modules[f"imported_{len(sys.modules)}"] = ModuleType("imported")
+        return super().startswith(prefix, *bounds)
+
+
+def test_kernels_are_listed_while_other_threads_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not find_spec("triton"):
+        pytest.skip("Triton is not installed")
+    from triton.runtime import jit
+
+    waiting = SimpleNamespace(function=1, asm={"ptx": f"{WAIT}; {RELEASE};"})
+    plain = SimpleNamespace(function=2, asm={"ptx": "ret;"})
+    unloaded = SimpleNamespace(function=None, asm={"ptx": WAIT})
+    module: Any = ModuleType("kernels")
+    module.kernel = Kernel([waiting, plain, unloaded])
+    monkeypatch.setattr(jit, "JITFunction", Kernel)
+    monkeypatch.setattr(sys, "modules", {ImportingName("lockstep.k"): module, **sys.modules})
+    kernels = dependent_edges._loaded_kernels()
+    assert kernels == [waiting, plain]
+    assert dependent_edges._functions_with(WAIT, kernels) == {1}
