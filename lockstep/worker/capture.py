@@ -111,7 +111,8 @@ class CapturedFunction:
         epochs = launch_epochs(torch.device("cuda", torch.cuda.current_device()))
         self._run_eagerly(key, graph_arguments)
         stream = torch.cuda.current_stream()
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        starts_early = self.starts_early(key)
+        graph = torch.cuda.CUDAGraph(keep_graph=starts_early)  # to change its edges
         result = None
         fault: RuntimeError | None = None
         try:
@@ -129,7 +130,7 @@ class CapturedFunction:
             recover_capture(stream, self.pool)
         if fault is not None:
             raise self._error(key, fault) from fault
-        if self.starts_early(key):
+        if starts_early:
             self.choose_edges(graph)
         return Recording(graph, tuple(map(_inputs_of, graph_arguments)), result)
 

@@ -339,7 +339,7 @@ class Worker:
         return launched
 
     def _capture_joint(self, shapes: tuple[StepShape, ...]) -> None:
-        """Capture a joint step on null rows, since capturing a step runs it twice."""
+        """Capture a joint step on null rows, since capturing a step runs it several times."""
         # If this raises, later steps run without new graphs.
         self.joint_steps.may_capture = False
         decode, prompt = shapes
