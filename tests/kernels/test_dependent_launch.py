@@ -11,6 +11,8 @@ from tests.kernels.compile_launches import EARLY_WEIGHT, NO_WAIT, RELEASE, WAIT,
 KERNELS = Path(__file__).parents[2] / "lockstep" / "kernels"
 ENTRY = "_kernel"
 """End of the names of functions that are launched."""
+PREFETCHES = {"dense_gemm_kernel"}
+"""Kernels that prefetch before they wait."""
 
 
 def kernels() -> Iterator[tuple[ast.FunctionDef, ast.Module]]:
@@ -37,6 +39,17 @@ def test_kernel_waits(kernel: ast.FunctionDef, module: ast.Module) -> None:
     code = module if kernel.name in EARLY_WEIGHT else kernel
     called = [node.func.id for node in ast.walk(code) if _is_call(node)]
     assert called.count("pdl_start") == (kernel.name not in NO_WAIT)
+    if kernel.name not in {*NO_WAIT, *EARLY_WEIGHT, *PREFETCHES}:
+        _, first, *_ = kernel.body  # after the docstring
+        assert ast.unparse(first) == "pdl_start()"
+
+
+def test_cache_keys_have_the_order_of_wait_and_release() -> None:
+    """Triton's cache keys have the source of JIT functions only."""
+    module = ast.parse((KERNELS / "device" / "dependent_launch.py").read_text())
+    functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]
+    (start,) = (node for node in functions if node.name == "pdl_start")
+    assert [ast.unparse(one) for one in start.decorator_list] == ["triton.jit"]
 
 
 def _is_call(node: ast.AST) -> bool:

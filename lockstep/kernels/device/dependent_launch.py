@@ -7,6 +7,7 @@ edges of a graph use it: worker/dependent_edges.py. Kernels that are launched ot
 the previous one has ended, so that both instructions do nothing.
 """
 
+import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -22,19 +23,8 @@ def _has_griddepcontrol(_semantic):
     return int("".join(filter(str.isdigit, arch))) >= FIRST_ARCHITECTURE
 
 
-def pdl_start(_semantic=None):
-    """Wait until the previous kernel has ended and its writes are visible, then pdl_release().
-
-    The order matters. Released before the wait, the kernel after the next one also starts early.
-    Its CTAs fill the multiprocessors that become free first, and the others stay idle.
-    """
-    if _has_griddepcontrol(_semantic):
-        gdc_wait(_semantic=_semantic)
-        gdc_launch_dependents(_semantic=_semantic)
-
-
 def pdl_wait(_semantic=None):
-    """Wait as pdl_start() does, in warps whose kernel calls pdl_start() in another partition."""
+    """Wait until the previous kernel has ended and its writes are visible."""
     if _has_griddepcontrol(_semantic):
         gdc_wait(_semantic=_semantic)
 
@@ -60,5 +50,17 @@ def prefetch_line(pointers, _semantic=None):
 
 
 # Triton calls such functions while it compiles, and passes _semantic.
-for function in (pdl_start, pdl_wait, pdl_release, prefetch_line):
+for function in (pdl_wait, pdl_release, prefetch_line):
     function.__triton_builtin__ = True
+
+
+# A JIT function, since Triton's cache keys have the source of these and not that of builtins.
+@triton.jit
+def pdl_start():
+    """Wait for the previous kernel, then let the next one start.
+
+    The order matters. Released before the wait, the kernel after the next one also starts early.
+    Its CTAs fill the multiprocessors that become free first, and the others stay idle.
+    """
+    pdl_wait()
+    pdl_release()
