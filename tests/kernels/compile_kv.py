@@ -124,8 +124,9 @@ def compile_dequantizing_warps() -> None:
     shape = quantized_hopper.choose_shape(1, 24, 4, 256, 2, target.num_sms)
     with mock.patch.object(quantized_hopper, "compile_target", lambda device: target):
         quantized_hopper.paged_attention_quantized_hopper(**kwargs, shape=shape)
-    code = dict(launches.code)
-    assert "wgmma.mma_async" in code["_split_kv_kernel"]
+    code = dict(launches.code)["_split_kv_kernel"]
+    assert "wgmma.mma_async" in code
+    compile_launches.check_wait("_split_kv_kernel", code)
 
 
 def compile_prefill() -> None:
@@ -137,6 +138,8 @@ def compile_prefill() -> None:
         hopper.paged_attention_hopper(**paged(((0, 70),), 8, 2, dim, 64, torch.bfloat16))
     code = [ptx for name, ptx in launches.code if name == "_prefill_kernel"]
     assert len(code) == 2 and all("wgmma.mma_async" in ptx for ptx in code)
+    for ptx in code:
+        compile_launches.check_wait("_prefill_kernel", ptx)
 
 
 def main(arches: list[int], quick: bool) -> None:

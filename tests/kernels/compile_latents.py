@@ -21,7 +21,7 @@ from lockstep.kernels.latent_attention.cases import paged_latents
 from lockstep.kernels.latent_attention.hopper import latent_attention_hopper
 from lockstep.kernels.latent_attention.triton import Partition, choose_tile
 from tests.kernels.compile_launches import HOPPER as TARGET
-from tests.kernels.compile_launches import OPTIONS, type_of
+from tests.kernels.compile_launches import OPTIONS, check_wait, type_of
 from tests.kernels.compile_quantized import resource_usage
 from tests.kernels.layouts import compile_checked
 
@@ -60,6 +60,7 @@ def main(quick: bool) -> None:
         for form, unit in (("segments", tile.near_split), ("spans", tile.span), ("whole", 0)):
             latent_attention_hopper(**batch, partition=Partition(unit, 1))
             code = results[-1].asm["ptx"]
+            check_wait("_latent_kernel", code)
             assert "wgmma.mma_async.sync.aligned.m64n64k16" in code, form
             assert f"wgmma.mma_async.sync.aligned.m64n{width}k16" in code, form
             assert results[-1].metadata.shared <= shared_memory_limit(HOPPER), form
