@@ -53,7 +53,7 @@ class CapturedFunction:
 
     pool: memory pool of the graphs. captures: returns whether calls with a key are captured; other
     calls run eagerly. name: for error messages. starts_early: returns whether kernels of a call
-    with a key may start early; its graph then runs a few more times when it is made. Raises
+    with a key may start early. Its graph then runs a few more times when it is made. Raises
     CaptureError where a call compiles a kernel, allocates outside of the pool, or waits for the
     device; the process stays usable.
     """
