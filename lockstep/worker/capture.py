@@ -112,7 +112,7 @@ class CapturedFunction:
         self._run_eagerly(key, graph_arguments)
         stream = torch.cuda.current_stream()
         starts_early = self.starts_early(key)
-        graph = torch.cuda.CUDAGraph(keep_graph=starts_early)  # to change its edges
+        graph = torch.cuda.CUDAGraph(keep_graph=starts_early)
         result = None
         fault: RuntimeError | None = None
         try:
@@ -131,7 +131,10 @@ class CapturedFunction:
         if fault is not None:
             raise self._error(key, fault) from fault
         if starts_early:
-            self.choose_edges(graph)
+            try:
+                self.choose_edges(graph)
+            except RuntimeError as error:  # such as no memory for the graph
+                raise self._error(key, error) from error
         return Recording(graph, tuple(map(_inputs_of, graph_arguments)), result)
 
     def _run_eagerly(self, key: Hashable, arguments: tuple[Any, ...]) -> None:

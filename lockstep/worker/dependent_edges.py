@@ -2,7 +2,7 @@
 
 CUDA calls this programmatic dependent launch, and such edges programmatic. Over a full edge the GPU
 is idle for about a microsecond. Over a programmatic edge the next kernel is launched once all CTAs
-of the previous one have started. It waits for the end of that one by an instruction of its own
+of the previous one allow it. It waits for the end of that one by an instruction of its own
 (kernels/device/dependent_launch.py). Kernels without this instruction keep full edges, so an edge
 never changes what a kernel reads.
 """
@@ -26,12 +26,12 @@ RELEASE = "griddepcontrol.launch_dependents"
 """PTX instruction that lets the next kernel start."""
 KERNEL_NODE = 0
 """CU_GRAPH_NODE_TYPE_KERNEL."""
-MAX_TOKENS = 512
+MAX_TOKENS = 256
 """Maximum tokens of graphs with programmatic edges.
 
-On an H200 an edge gains about 0.5 us. A pass of 512 tokens with some 650 edges takes 23 ms
-(Qwen3.6-35B-A3B) or 49 ms (27B). Replays of longer passes would delay serving where a joint step is
-captured late.
+On an H200 an edge gains about 0.5 us. A pass of 256 tokens with some 650 edges takes 20 ms
+(Qwen3.6-35B-A3B) or 29 ms (27B). In longer passes one timed replay would choose by noise, and the
+replays would delay serving where a joint step is captured late.
 """
 
 
