@@ -62,7 +62,7 @@ NO_WAIT = {
 }
 """Kernels that start when the previous one has ended, and why."""
 EARLY_WEIGHT = {"pipeline_kernel", "fp8_gemm_hopper_kernel"}
-"""Kernels whose producer warp copies tiles of w_desc before it waits."""
+"""Kernels whose producer warp may copy tiles of w_desc before it waits."""
 RELEASE = "griddepcontrol.launch_dependents"
 TMA_COPY = re.compile(r"cp\.async\.bulk\.tensor\S+ \[%r\d+\], \[(%rd\d+)")
 """TMA copy into shared memory; the group is the register with the descriptor's address."""
@@ -115,7 +115,7 @@ def check_wait(name: str, ptx: str) -> None:
 
 
 def check_copies(name: str, ptx: str) -> None:
-    """Check that the producer warp copies tiles of w_desc alone before it waits.
+    """Check that the producer warp copies tiles of w_desc alone before it waits, or none.
 
     x_desc and w_desc are the first descriptors among the kernel's parameters.
     """
@@ -127,7 +127,7 @@ def check_copies(name: str, ptx: str) -> None:
         for part in (before, between + after)
     )
     x_desc, w_desc = sorted(early | late)[:2]
-    assert early == {w_desc} and x_desc in late, (name, early, late)
+    assert early <= {w_desc} and x_desc in late, (name, early, late)
 
 
 def _parameter_number(ptx: str, register: str) -> int:

@@ -15,7 +15,7 @@ from lockstep.kernels.architecture import sm_number
 from lockstep.kernels.backends import load
 from lockstep.kernels.device.dependent_launch import FIRST_ARCHITECTURE
 from lockstep.worker import dependent_edges
-from lockstep.worker.capture import CapturedFunction
+from lockstep.worker.capture import CapturedFunction, captured_halves
 from lockstep.worker.dependent_edges import FULL, PROGRAMMATIC, edges_of
 from lockstep.worker.executor import worker_of
 
@@ -52,10 +52,11 @@ def run_silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def graphs_of(llm: LLM) -> Iterator[torch.cuda.CUDAGraph]:
-    for half in worker_of(llm.engine).run_step:
-        assert isinstance(half, CapturedFunction)
-        for recording in half.recordings.values():
-            yield recording.graph
+    """Yield the graphs of short steps."""
+    for half in captured_halves(worker_of(llm.engine).run_step):
+        for key, recording in half.recordings.items():
+            if half.starts_early(key):
+                yield recording.graph
 
 
 def answers(mode: str) -> tuple[LLM, list[tuple[object, ...]]]:
