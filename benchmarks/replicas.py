@@ -22,7 +22,7 @@ from lockstep.step import PAGE_SIZE
 
 PROMPT_TOKENS_PER_SECOND = 8192 / 0.705
 """benchmarks/results/prompts.json: seconds of a prompt of 8,192 tokens, bf16."""
-STEP_SECONDS = ((1, 0.01370), (8, 0.01477), (64, 0.02065))
+STEP_SECONDS = ((1, 0.01327), (8, 0.01437), (64, 0.02046))
 """benchmarks/results/steps.json: (rows, seconds) of a step without drafts, bf16."""
 FORCED_SECONDS = 0.000310
 """benchmarks/results/forced.json: seconds of a forced token, one row."""
