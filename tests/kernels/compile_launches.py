@@ -52,6 +52,7 @@ TYPES = {
 WAIT = "griddepcontrol.wait"
 ACCESS = re.compile(r"\b(ld|st|atom|red)\.(\w+\.)*global|\bcp\.async(?!\.bulk\.prefetch)")
 """Access to global memory in PTX, except for prefetches."""
+NON_COHERENT = "ld.global.nc"
 NO_WAIT = {
     "stream_k_kernel": "CTAs that start early are placed unevenly, and these wait for each other",
     "push_packets_kernel": "waits for other GPUs",
@@ -107,6 +108,8 @@ def check_wait(name: str, ptx: str) -> None:
     if name in NO_WAIT:
         assert WAIT not in ptx, name
         return
+    # Such loads may return what was in the cache before the wait.
+    assert NON_COHERENT not in ptx, name
     if name in EARLY_WEIGHT:
         check_copies(name, ptx)
         return

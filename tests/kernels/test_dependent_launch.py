@@ -61,8 +61,9 @@ def test_access_before_the_wait_is_found() -> None:
     for before in ("ld.global.v4.b32", "st.global.b16", "cp.async.cg.shared.global", atomic):
         with pytest.raises(AssertionError):
             check_wait("", f"mov.b32; {before} [%rd1]; griddepcontrol.wait; ld.global [%rd1];")
-    with pytest.raises(AssertionError):
-        check_wait("", "ld.global.b32 [%rd1];")
+    for code in ("ld.global.b32 [%rd1];", f"{WAIT}; ld.global.nc.b32 [%rd1];"):
+        with pytest.raises(AssertionError):
+            check_wait("", code)
     check_wait("", "ld.param.b64 [a]; prefetch.global.L2 [%rd1]; griddepcontrol.wait; ld.global;")
 
 

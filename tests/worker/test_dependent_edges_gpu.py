@@ -11,9 +11,8 @@ from lockstep.check.drafters import NO_DRAFTER
 from lockstep.check.engines import build
 from lockstep.check.report.coverage import Coverage
 from lockstep.kernels.activations import silu_mul
-from lockstep.kernels.architecture import sm_number
+from lockstep.kernels.architecture import HOPPER, sm_number
 from lockstep.kernels.backends import load
-from lockstep.kernels.device.dependent_launch import FIRST_ARCHITECTURE
 from lockstep.worker import dependent_edges
 from lockstep.worker.capture import CapturedFunction, captured_halves
 from lockstep.worker.dependent_edges import FULL, PROGRAMMATIC, edges_of
@@ -27,7 +26,7 @@ PROMPTS = [{"prompt_token_ids": list(range(5, 5 + length))} for length in (3, 40
 
 @pytest.fixture(autouse=True)
 def _early_launches() -> None:
-    if sm_number(torch.device("cuda")) < FIRST_ARCHITECTURE:
+    if sm_number(torch.device("cuda")) < HOPPER:
         pytest.skip("this GPU has no programmatic dependent launch")
 
 

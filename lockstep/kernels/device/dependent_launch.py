@@ -11,16 +11,16 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-FIRST_ARCHITECTURE = 90
-"""First architecture with griddepcontrol."""
+from lockstep.kernels.architecture import HOPPER
 
 
 def _has_griddepcontrol(_semantic):
+    """Return whether a kernel is compiled for an architecture with griddepcontrol."""
     # Triton's interpreter calls these functions without the compiler's state.
     if _semantic is None:
         return False
     arch = _semantic.builder.options.arch
-    return int("".join(filter(str.isdigit, arch))) >= FIRST_ARCHITECTURE
+    return int("".join(filter(str.isdigit, arch))) >= HOPPER
 
 
 def pdl_wait(_semantic=None):
