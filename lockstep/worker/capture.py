@@ -249,11 +249,8 @@ def capture_pieces(model: nn.Module, pool: Any, token_counts: Iterable[int]) -> 
     def has_captured_count(key: Any) -> bool:
         return key[0][0] in counts
 
-    def is_short(key: Any) -> bool:
-        return key[0][0] <= MAX_TOKENS
-
     for name, block in model.named_modules():
         if hasattr(block, "tokenwise"):
             block.tokenwise = CapturedFunction(
-                block.tokenwise, pool, has_captured_count, f"{name}.tokenwise", is_short
+                block.tokenwise, pool, has_captured_count, f"{name}.tokenwise"
             )

@@ -140,7 +140,7 @@ def test_piecewise_graphs_exclude_mixers(tmp_path: Path, monkeypatch: pytest.Mon
     inside: list[str] = []
     called: list[tuple[str, int]] = []
 
-    def recorded_piece(fn: Any, pool: Any, wanted_value: Any, name: str, starts_early: Any) -> Any:
+    def recorded_piece(fn: Any, pool: Any, wanted_value: Any, name: str) -> Any:
         def piece(x: Tensor, delta: Tensor | None, index: int, ctx: StepContext) -> Any:
             called.append((name, index))
             inside.append(name)
