@@ -31,7 +31,7 @@ FAULTS = (
         "accepted drafts of the unread step opened.",
     ),
     Fault(
-        "one more prompt is admitted than a step computes", "scheduler", SCHEDULER,
+        "a new prompt may have no chunk in its first schedule", "scheduler", SCHEDULER,
         "Scheduler._plan_prompt",
         "0 if $entry.has_begun else min($rest, self.min_chunk)",
         "0",
