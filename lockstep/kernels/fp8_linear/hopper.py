@@ -126,7 +126,8 @@ def _produce(
 
     The previous kernel writes x, and no kernel of a step writes the weight. So the weight's blocks
     of the first stages are copied before pdl_start(). No stage is complete without x, so consumers
-    store their first tile after pdl_start().
+    store their first tile after pdl_start(). The next tile is computed at the end of the loop, so
+    that no division delays the first copy of x.
     """
     STAGES: gl.constexpr = full.shape[0]
     TOKENS: gl.constexpr = x_stages.shape[1]
@@ -157,7 +158,6 @@ def _produce(
                     x_scales_desc, [block * x_scale_stride + m], ready, x_scale_stages.index(stage)
                 )
             stage, phase = next_stage(stage, phase, STAGES)
-        # At the end of the loop, so that no division delays the first copy of x.
         m, n, begin, end = _tile_blocks(
             tile + gl.num_programs(0), tokens, N, all_blocks, length, COUNT, GROUP, TOKENS, OUTPUTS
         )
@@ -249,7 +249,10 @@ def _consume(
     WARPGROUP: gl.constexpr, COUNT: gl.constexpr, GROUP: gl.constexpr, SCALE_ROWS: gl.constexpr,
     BY_BLOCK: gl.constexpr, X_IS_LEFT: gl.constexpr,
 ):  # fmt: skip
-    """Run consumer warpgroup number WARPGROUP of two: its half of each tile of this CTA."""
+    """Run consumer warpgroup number WARPGROUP of two: its half of each tile of this CTA.
+
+    Plain loads read x's scales per token, which the previous kernel writes, so they follow a wait.
+    """
     w_scales = w_scale_rows
     if BY_BLOCK:
         SCALES: gl.constexpr = w_scale_rows.shape[1]
@@ -257,7 +260,7 @@ def _consume(
         w_scales = w_scale_row._reinterpret(gl.float32, [SCALES, 1], ROW_LAYOUT)
         block = gl.arange(0, SCALES, gl.BlockedLayout([1], [32], [4], [0]))
     else:
-        pdl_wait()  # the previous kernel writes the scales of x, which plain loads read
+        pdl_wait()
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):

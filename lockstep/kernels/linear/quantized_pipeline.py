@@ -76,8 +76,10 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 EARLY_TOKENS = gl.constexpr(16)
 """Maximum tokens of a tile whose weights are copied early.
 
-H200, 2026-11-30: steps of one row took 2.43 ms instead of 2.50 (Qwen3.6-35B-A3B FP8). Of 64 rows,
-where the first product waits for more bytes, they took 18.19 ms instead of 17.62 (27B FP8).
+H200, 2026-11-30, without and with early copies and prefetches of dense weights: steps of one row
+took 2.50 and 2.44 ms (Qwen3.6-35B-A3B FP8), 7.85 and 7.88 ms (27B int4). Of 64 rows, where the
+first product waits for more bytes, they took 17.62 and 18.19 ms (27B FP8, the former on another
+day). 16 is an estimate between.
 """
 
 
@@ -357,6 +359,7 @@ def _produce(
     The previous kernel writes x, and no kernel of a step writes the weight. So for few tokens the
     words of the first stages are copied before pdl_start(). No stage is complete without x, so
     consumers store after pdl_start(). Before that they read only scales, zero points and factors.
+    Stages begin empty, in phase 1, or were filled once.
     """
     STAGES: gl.constexpr = full.shape[0]
     EARLY_STAGES: gl.constexpr = STAGES if x_buffers.shape[1] <= EARLY_TOKENS else 0
@@ -367,7 +370,7 @@ def _produce(
     for i in range(0, early_blocks, BLOCKS):
         copy_x_blocks(x_desc, x_buffers, full, i // BLOCKS, m, begin + i, BLOCKS)
     stage = 0
-    phase = 0 if EARLY_STAGES else 1  # all stages were filled once, or begin empty
+    phase = 0 if EARLY_STAGES else 1
     for i in range(early_blocks, blocks, BLOCKS):
         fill_stage(
             x_desc, w_desc, x_buffers, w_buffers, full, empty, stage, phase, n, m, begin + i,
