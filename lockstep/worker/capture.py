@@ -82,10 +82,10 @@ class CapturedFunction:
                 start_early(recording.graph)
 
     @property
-    def num_early_starts(self) -> int:
-        """Return the number of kernels in all graphs that start before the previous one ends."""
-        short = [one.graph for key, one in self.recordings.items() if self.starts_early(key)]
-        return sum(map(num_programmatic, short))
+    def has_early_starts(self) -> bool:
+        """Return whether kernels of a graph start before the previous one ends."""
+        short = (one.graph for key, one in self.recordings.items() if self.starts_early(key))
+        return any(map(num_programmatic, short))
 
     def __call__(self, *arguments: Any) -> Any:
         key = tuple(map(_key_of, arguments))
@@ -133,7 +133,7 @@ class CapturedFunction:
         if starts_early:
             try:
                 self.choose_edges(graph)
-            except RuntimeError as error:  # such as no memory for the graph
+            except RuntimeError as error:
                 raise self._error(key, error) from error
         return Recording(graph, tuple(map(_inputs_of, graph_arguments)), result)
 

@@ -2,7 +2,7 @@
 
 CUDA calls this programmatic dependent launch, and such edges programmatic. Over a full edge the GPU
 is idle for about a microsecond. Over a programmatic edge the next kernel is launched once all CTAs
-of the previous one allow it. It waits for the end of that one by an instruction of its own
+of the previous one allow it. An instruction in the kernel waits for the end of the previous one
 (kernels/device/dependent_launch.py). Kernels without this instruction keep full edges, so an edge
 never changes what a kernel reads.
 """
@@ -10,7 +10,7 @@ never changes what a kernel reads.
 import ctypes
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -86,9 +86,9 @@ def choose_edges(graph: torch.cuda.CUDAGraph) -> None:
         return
     edges = dependent_edges(graph)
     full_ms = replay_ms(graph)
-    set_edges(graph, edges, PROGRAMMATIC)
+    edges = set_edges(graph, edges, PROGRAMMATIC)
     if replay_ms(graph) > full_ms:
-        set_edges(graph, [Edge(edge.source, edge.target, PROGRAMMATIC) for edge in edges], FULL)
+        set_edges(graph, edges, FULL)
 
 
 def start_early(graph: torch.cuda.CUDAGraph) -> None:
@@ -105,10 +105,10 @@ def num_programmatic(graph: torch.cuda.CUDAGraph) -> int:
 
 
 def has_programmatic_edges() -> bool:
-    """Return whether the GPU and its driver support programmatic edges."""
+    """Return whether the GPU and its driver support programmatic edges: from CUDA 12.3 on."""
     if sm_number(torch.device("cuda", torch.cuda.current_device())) < HOPPER:
         return False
-    return hasattr(_driver(), "cuGraphGetEdges_v2")  # from CUDA 12.3 on
+    return hasattr(_driver(), "cuGraphGetEdges_v2")
 
 
 def replay_ms(graph: torch.cuda.CUDAGraph) -> float:
@@ -123,8 +123,8 @@ def replay_ms(graph: torch.cuda.CUDAGraph) -> float:
 
 def set_edges(
     graph: torch.cuda.CUDAGraph, edges: Sequence[Edge], kind: tuple[int, int, int]
-) -> None:
-    """Change the kind of edges and instantiate the graph anew."""
+) -> list[Edge]:
+    """Change the kind of edges and instantiate the graph anew -> the changed edges."""
     driver = _driver()
     raw = ctypes.c_void_p(graph.raw_cuda_graph())
     for edge in edges:
@@ -135,6 +135,7 @@ def set_edges(
         _call(driver.cuGraphRemoveDependencies_v2, raw, source, target, ctypes.byref(before), one)
         _call(driver.cuGraphAddDependencies_v2, raw, source, target, ctypes.byref(after), one)
     graph.instantiate()
+    return [replace(edge, kind=kind) for edge in edges]
 
 
 def dependent_edges(graph: torch.cuda.CUDAGraph) -> list[Edge]:
@@ -178,12 +179,14 @@ def _function_of(node: int) -> int | None:
 
 
 def _loaded_kernels() -> list[Any]:
-    """Return the specializations of all kernels that this process has loaded."""
+    """Return the specializations of all kernels that this process has loaded.
+
+    Other threads may import a module or load a kernel meanwhile, so each table is copied first.
+    """
     if not find_spec("triton"):
         return []
     from triton.runtime.jit import JITFunction
 
-    # list() copies at once: other threads may import a module or load a kernel meanwhile.
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("lockstep.")]
     kernels = {
         value

@@ -53,6 +53,7 @@ WAIT = "griddepcontrol.wait"
 ACCESS = re.compile(r"\b(ld|st|atom|red)\.(\w+\.)*global|\bcp\.async(?!\.bulk\.prefetch)")
 """Access to global memory in PTX, except for prefetches."""
 NON_COHERENT = "ld.global.nc"
+"""Load that may return what was in the cache before the wait."""
 NO_WAIT = {
     "stream_k_kernel": "CTAs that start early are placed unevenly, and these wait for each other",
     "push_packets_kernel": "waits for other GPUs",
@@ -108,7 +109,6 @@ def check_wait(name: str, ptx: str) -> None:
     if name in NO_WAIT:
         assert WAIT not in ptx, name
         return
-    # Such loads may return what was in the cache before the wait.
     assert NON_COHERENT not in ptx, name
     if name in EARLY_WEIGHT:
         check_copies(name, ptx)

@@ -40,7 +40,7 @@ def test_kernel_waits(kernel: ast.FunctionDef, module: ast.Module) -> None:
     called = [node.func.id for node in ast.walk(code) if _is_call(node)]
     assert called.count("pdl_start") == (kernel.name not in NO_WAIT)
     if kernel.name not in {*NO_WAIT, *EARLY_WEIGHT, *PREFETCHES}:
-        _, first, *_ = kernel.body  # after the docstring
+        _docstring, first, *_ = kernel.body
         assert ast.unparse(first) == "pdl_start()"
 
 

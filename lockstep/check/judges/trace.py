@@ -46,8 +46,8 @@ class Trace(StepObserver):
         begin = 0
         for step, requests in zip(ctx.steps, self._requests, strict=False):
             rows = [row for row, request in enumerate(requests) if self.selects(request)]
-            # A step that raised before its model call has left its rows. The next call is a probe
-            # on null rows. Reading values waits for the device, so only traced runs do it.
+            # The call after a step that raised may be a probe on null rows. This waits for the
+            # device, so only traced runs do it.
             if rows and step.row_ids.any():
                 first, last = step.cu_seqlens[rows[0] : rows[0] + 2].tolist()
                 positions = step.positions[first:last].tolist()

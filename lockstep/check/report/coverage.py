@@ -75,7 +75,7 @@ class Coverage:
             self.drafters.add(drafter)
         if not self.has_early_starts:
             halves = captured_halves(worker_of(engine).run_step)
-            self.has_early_starts = any(half.num_early_starts for half in halves)
+            self.has_early_starts = any(half.has_early_starts for half in halves)
 
     def record_params(self, params: SamplingParams) -> None:
         """Record the sampling parameters of a request."""

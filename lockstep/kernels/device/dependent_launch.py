@@ -15,8 +15,10 @@ from lockstep.kernels.architecture import HOPPER
 
 
 def _has_griddepcontrol(_semantic):
-    """Return whether a kernel is compiled for an architecture with griddepcontrol."""
-    # Triton's interpreter calls these functions without the compiler's state.
+    """Return whether a kernel is compiled for an architecture with griddepcontrol.
+
+    _semantic: the compiler's state; None under Triton's interpreter.
+    """
     if _semantic is None:
         return False
     arch = _semantic.builder.options.arch
@@ -54,10 +56,11 @@ for function in (pdl_wait, pdl_release, prefetch_line):
     function.__triton_builtin__ = True
 
 
-# A JIT function, since Triton's cache keys have the source of these and not that of builtins.
 @triton.jit
 def pdl_start():
     """Wait for the previous kernel, then let the next one start.
+
+    A JIT function, since Triton's cache keys have the source of these and not that of builtins.
 
     The order matters. Released before the wait, the kernel after the next one also starts early.
     Its CTAs fill the multiprocessors that become free first, and the others stay idle.
