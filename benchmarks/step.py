@@ -10,7 +10,8 @@ Each row has --context tokens in the cache, computes 1 + K tokens and proposes K
 scheduler does not run: the step is replayed REPLAYS times, and the mean is printed, one JSON line
 per number of rows, with the floor of a step on an H200. Of several ranks the floor is that of one,
 and ranks_ms has the shortest and the longest mean. --kernels adds the launches and us of each
-kernel. --halves adds the ms of the second half of a step alone, which samples, accepts and drafts.
+kernel, without the time in which an earlier kernel still runs. --halves adds the ms of the second
+half of a step alone, which samples, accepts and drafts.
 
 A prompt of more than PROMPT_STEP tokens is computed in several steps; the sum of their times is
 printed. --prompt-rows computes that many prompts in each step. Prompt steps are padded and run as
@@ -19,6 +20,7 @@ graphs where those of a server are. --no-prompt-graphs runs them without graphs.
 
 import argparse
 from argparse import Namespace
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -221,12 +223,27 @@ def kernels(
         for _ in range(times):
             worker.run_step(shape)
         torch.cuda.synchronize()
+    events = [event for event in profiler.events() if event.device_type.name == "CUDA"]
+    spans = [(e.name[:NAME], e.time_range.start, e.time_range.end) for e in events]
     kernels_by_time = [
-        (event.key[:NAME], event.count / times, round(event.device_time_total / times, 1))
-        for event in profiler.key_averages()
-        if event.device_time_total
+        (name, count / times, round(us / times, 1)) for name, (count, us) in added_us(spans).items()
     ]
     return sorted(kernels_by_time, key=lambda kernel: -kernel[2])
+
+
+def added_us(spans: Iterable[tuple[str, float, float]]) -> dict[str, tuple[int, float]]:
+    """Return name -> (launches, us) of kernels that ran at these times: (name, start, end), in us.
+
+    A kernel that starts early waits for the previous one (worker/dependent_edges.py), so the sum of
+    all durations is longer than a step. Counted is the time after all kernels that ended before it.
+    """
+    by_name: dict[str, tuple[int, float]] = {}
+    latest = 0.0
+    for name, start, end in sorted(spans, key=lambda span: span[2]):
+        count, us = by_name.get(name, (0, 0.0))
+        by_name[name] = count + 1, us + end - max(start, latest)
+        latest = end
+    return by_name
 
 
 def prompt_shape(worker: Worker, tokens: int, count: int) -> StepShape:
