@@ -141,4 +141,6 @@ def row_dim(op: Op, arguments: Arguments, name: str) -> int:
     their first."""
     if op is route or (op is experts and name == "shared"):
         return arguments[name].dim() - 2
+    if op in (gated_delta_step, gated_delta_chunk) and name in ("b", "a"):
+        return arguments[name].dim() - arguments["mixed"].dim()
     return int(name == "delta" and arguments[name].dim() > arguments["x"].dim())

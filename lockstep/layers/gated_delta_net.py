@@ -74,8 +74,7 @@ class GatedDeltaNet(nn.Module):
         self.flush = flush_after(build.device)
         self.state_dtype = build.state_dtype
         self.channels = 2 * key_heads * key_dim + value_heads * value_dim
-        inner = value_heads * value_dim
-        self.parts = (self.channels, inner, value_heads, value_heads)
+        self.parts = (self.channels, value_heads * value_dim)
         projections = {
             "in_proj_qkv": self.conv_columns,
             "in_proj_z": value_columns,
@@ -96,7 +95,9 @@ class GatedDeltaNet(nn.Module):
                 ),
                 "in_proj_ba": partial(grouped_rows, key_heads, (values_per_key, values_per_key)),
             }
-        self.in_proj = Linear(build, hidden, projections, orders=orders)
+        # The ops add split-K partials of b and a, the second half, if these have their own GEMM.
+        second = len(projections) // 2
+        self.in_proj = Linear(build, hidden, projections, orders=orders, partials_from=second)
         taps = build.empty(kernel, 1, self.channels)  # the layout in which the op reads it
         self.conv = nn.Parameter(taps.permute(2, 1, 0), requires_grad=False)
         self.a_log = build.empty(value_heads, dtype=torch.float32)
@@ -118,12 +119,22 @@ class GatedDeltaNet(nn.Module):
         return self.in_proj
 
     def forward(self, x: Tensor | QuantizedRows, ctx: ForwardContext) -> Tensor:
-        return self.out(ctx.mix(self._mix, self.in_proj(x, ctx)), ctx)
+        projected, gates = self.in_proj.split_partials(x, ctx)
+        if gates.dim() > 2:
+            gates = gates.transpose(0, 1)  # tokens first, since a pass over several steps cuts them
+        return self.out(ctx.mix(self._mix, projected, gates), ctx)
 
-    def _mix(self, projected: Tensor, ctx: StepContext) -> Tensor:
-        """Run the recurrence and the gated norm: projections [T, N] of one step -> [T, HV V]."""
-        # mixed [T, channels]: raw q, k and v; z [T, HV V]: output gate; b, a [T, HV]: gate inputs.
-        mixed, z, b, a = projected.split(self.parts, dim=-1)
+    def _mix(self, projected: Tensor, gates: Tensor, ctx: StepContext) -> Tensor:
+        """Run the recurrence and the gated norm of one step -> [T, HV V].
+
+        projected: [T, channels + HV V]. gates: [T, 2 HV] or split-K partials [T, P, 2 HV] fp32.
+        """
+        # mixed [T, channels]: raw q, k and v; z [T, HV V]: output gate.
+        mixed, z = projected.split(self.parts, dim=-1)
+        if gates.dim() > 2:
+            gates = gates.transpose(0, 1)
+        # b, a: gate inputs [T, HV], or their partials [P, T, HV].
+        b, a = gates.split(self.value_heads, dim=-1)
         weights = GatedDeltaWeights(
             self.conv.flatten(1), self.a_log, self.dt_bias, self.norm.weight, self.norm.eps
         )
@@ -165,7 +176,8 @@ class GatedDeltaNet(nn.Module):
     ) -> Tensor:
         # Generated steps are uniform: every row has query_len tokens.
         window = (ctx.shape.rows, ctx.shape.query_len)
-        mixed, b, a = (t.view(*window, -1) for t in (mixed, b, a))
+        mixed = mixed.view(*window, -1)
+        b, a = (t.unflatten(-2, window) for t in (b, a))
         z = z.view(*window, self.value_heads, self.value_dim)
         where = (ctx.state_slots, ctx.starts, ctx.folded)
         committed = ctx.committed if ctx.shape.forced else None

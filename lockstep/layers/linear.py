@@ -162,8 +162,9 @@ class Gemm(Weight):
     or a drafter's head shares it.
 
     Args:
-        total: output columns of the whole layer on all ranks, which decide the number of split-K
-            partitions (lockstep.kernels.linear.choose_split_k); None: the columns of this weight.
+        total: output columns of the whole layer on all ranks; None: the columns of this weight.
+        weight_columns: output columns of this weight on all ranks; None: total. Both decide the
+            number of split-K partitions (lockstep.kernels.linear.choose_split_k).
         allow_partials: see lockstep.kernels.linear.linear.
 
     Attributes:
@@ -182,6 +183,7 @@ class Gemm(Weight):
         *,
         existing: nn.Parameter | Weight | None = None,
         total: int | None = None,
+        weight_columns: int | None = None,
         allow_partials: bool = False,
     ) -> None:
         super().__init__(build, k, row_groups, existing)
@@ -192,7 +194,8 @@ class Gemm(Weight):
         if self.product is fp8_linear:
             self.split_k = choose_fp8_split_k(columns, k, build.device)
         else:
-            self.split_k = choose_split_k(columns, k, build.device, quantized, build.dtype)
+            traits = (build.device, quantized, build.dtype)
+            self.split_k = choose_split_k(weight_columns or columns, k, *traits, fused=columns)
         self.allow_partials = allow_partials
         kind = type(self.quantized).__name__ if quantized else ""
         self.linear = build.linear_op(self.product, n=n, k=k, quantized=kind)
@@ -362,6 +365,8 @@ class Linear(nn.Module):
             A plain number is whole on every rank, Columns are cut across ranks.
         orders: name -> function that returns the row of the checkpoint's weight for each row of the
             layer; called once.
+        partials_from: index of a weight; if the weights from it on have a GEMM of their own, the
+            consumer of split_partials() adds that GEMM's split-K partials.
 
     Attributes:
         sources: the linear layers of the checkpoint whose weights are fused.
@@ -379,6 +384,7 @@ class Linear(nn.Module):
         *,
         bias: bool = False,
         orders: Mapping[str, Callable[[], Tensor]] | None = None,
+        partials_from: int | None = None,
     ) -> None:
         super().__init__()
         self.dtype = build.dtype
@@ -402,25 +408,39 @@ class Linear(nn.Module):
         # An output that gets an adapter is rounded first. An exchange adds partials itself.
         adapted = any(build.adapters.changes_module(module.names) for module in self.sources)
         consumer_adds = self.allow_partials or (self.gathers and build.rank.size > 1)
-        allow_partials = consumer_adds and not (bias or adapted) and len(row_groups) == 1
-        gemms = [
-            Gemm(build, inputs, groups, total=total, allow_partials=allow_partials)
-            for groups in row_groups
-        ]
+        sizes = (sum(rows for _, rows in groups) for groups in row_groups)
+        self.gemm_begins = tuple(accumulate(sizes, initial=0))
+        fused = self._indices_by_gemm()
+        self.partials_from = partials_from
+        if len(fused) > 1:
+            consumer_adds = partials_from == fused[-1][0]
+        last_allows = consumer_adds and not (bias or adapted)
+        make_gemm = partial(Gemm, build, inputs, total=total)
+        gemms = []
+        for groups, indices in zip(row_groups, fused, strict=True):
+            weight_columns = sum(self.sources[index].whole_outputs for index in indices)
+            allows = last_allows and indices is fused[-1]
+            gemm = make_gemm(groups, weight_columns=weight_columns, allow_partials=allows)
+            gemms.append(gemm)
         self.gemms = nn.ModuleList(gemms)
         self.orders = {name: order() for name, order in (orders or {}).items()}
-        self.gemm_begins = tuple(accumulate((gemm.shape[0] for gemm in gemms), initial=0))
         self.bias = build.empty(sum(self.outputs)) if bias else None
         build.cut(self.bias, *joined_ranges(self.sources), order=self._joined_order(self.names))
         self.add_adapters: AddAdapters = no_adapters
         if adapted:
             reordered = {self.names.index(name): order for name, order in self.orders.items()}
             self.add_adapters = LoRA(build, self.sources, inputs, reordered)
-        for gemm, (first, last) in zip(gemms, pairwise(self.gemm_begins), strict=True):
-            begins = accumulate(self.outputs, initial=0)
-            inside = [i for i, begin in enumerate(begins) if first <= begin < last]
-            order = self._joined_order([self.names[i] for i in inside])
-            cut_weight(build, gemm, [self.sources[i] for i in inside], order)
+        for gemm, indices in zip(gemms, fused, strict=True):
+            order = self._joined_order([self.names[i] for i in indices])
+            cut_weight(build, gemm, [self.sources[i] for i in indices], order)
+
+    def _indices_by_gemm(self) -> list[list[int]]:
+        """Return the indices of the fused weights that each GEMM has."""
+        begins = list(accumulate(self.outputs, initial=0))
+        return [
+            [index for index, begin in enumerate(begins) if first <= begin < last]
+            for first, last in pairwise(self.gemm_begins)
+        ]
 
     @property
     def takes_codes(self) -> bool:
@@ -457,6 +477,23 @@ class Linear(nn.Module):
             return tuple(gemm(x) for gemm in self.gemms)
         return self(x, ctx).split(self.outputs, dim=1)
 
+    def split_partials(
+        self, x: Tensor | QuantizedRows, ctx: ForwardContext | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs of the weights before `partials_from`, and those of the others.
+
+        The latter are [T, N], or split-K partials [P, T, N] fp32 that the consumer adds. ctx: see
+        forward().
+        """
+        assert self.partials_from is not None, "the layer names the weights that may leave partials"
+        begin = sum(self.outputs[: self.partials_from])
+        *first_gemms, last_gemm = self.gemms
+        alone = self.gather_inputs is all_columns and self.add_adapters is no_adapters
+        if alone and self.bias is None and first_gemms and begin == self.gemm_begins[-2]:
+            return self._join(x, first_gemms, 0, begin), last_gemm(x)
+        y = self(x, ctx)
+        return y[:, :begin], y[:, begin:]
+
     def from_part(self, index: int, x: Tensor) -> Tensor:
         """Return the outputs of the fused weights from this index on, reading no other weights.
 
@@ -466,17 +503,24 @@ class Linear(nn.Module):
 
     def _columns_from(self, x: Tensor | QuantizedRows, begin: int) -> Tensor:
         """Return the output columns from `begin` on."""
-        # Unpacking iterates over the modules: an index and a length take 3 us more.
-        first_gemm, *other_gemms = self.gemms
-        if not other_gemms:
-            y = first_gemm(x, begin)
-        else:
-            y = torch.empty(len(x), sum(self.outputs) - begin, dtype=self.dtype, device=x.device)
-            for gemm, (first, last) in zip(self.gemms, pairwise(self.gemm_begins), strict=True):
-                if last > begin:
-                    start = max(first, begin)
-                    gemm(x, start - first, out=y[:, start - begin : last - begin])
+        y = self._join(x, list(self.gemms), begin, self.gemm_begins[-1])
         return y if self.bias is None else y + self.bias[begin:]
+
+    def _join(
+        self, x: Tensor | QuantizedRows, gemms: list[nn.Module], begin: int, end: int
+    ) -> Tensor:
+        """Return output columns begin .. end, which these GEMMs have: the layer's first ones."""
+        # Unpacking iterates over the modules: an index and a length take 3 us more.
+        first_gemm, *other_gemms = gemms
+        if not other_gemms:
+            y: Tensor = first_gemm(x, begin)
+            return y
+        y = torch.empty(len(x), end - begin, dtype=self.dtype, device=x.device)
+        for gemm, (first, last) in zip(gemms, pairwise(self.gemm_begins), strict=False):
+            if last > begin:
+                start = max(first, begin)
+                gemm(x, start - first, out=y[:, start - begin : last - begin])
+        return y
 
     def part(self, index: int) -> Tensor | QuantizedWeight:
         """Return the rows of one fused weight in their present storage."""

@@ -209,7 +209,7 @@ def real_calls() -> Iterator[tuple[str, Call]]:
                 yield "experts", experts_call(tokens, dtype, *weights)
         for tokens in (1, 17, 65, 257):
             x = meta(tokens, 4096, dtype=dtype)
-            for n, cuts in ((6144, 1), (48, 2), (4096, 2), (34816, 1)):
+            for n, cuts in ((6144, 1), (48, 8), (4096, 2), (34816, 1)):
                 w = meta(n, 4096, dtype=dtype)
                 yield "linear", lambda x=x, w=w, cuts=cuts: linear_triton(x, w, cuts)
             yield from (("fp8_linear", call) for call in fp8_linear_calls(tokens, dtype))

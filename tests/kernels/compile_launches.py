@@ -205,11 +205,13 @@ def some_peers(size: int) -> Peers:
 
 
 def argument_kinds(arguments: dict[str, Any]) -> Iterator[str]:
-    """Yield the arguments that are None, the layouts and missing parts of quantized weights, the
-    quantizers of caches, and the dtypes of other arguments with parts."""
+    """Yield the arguments that are None, the dtypes of tensors and of other arguments with parts,
+    the layouts and missing parts of quantized weights, and the quantizers of caches."""
     for name, value in arguments.items():
         if value is None:
             yield name
+        elif isinstance(value, Tensor):
+            yield f"{name} of {value.dtype}"
         elif isinstance(value, QuantizedWeight):
             lacks = [part for part, tensor in vars(value).items() if tensor is None]
             yield f"{name} of {type(value).__name__} without {lacks}"

@@ -45,6 +45,8 @@ NUMBERS = {
     "z_stride",
     "b_stride",
     "a_stride",
+    "b_partial_stride",
+    "a_partial_stride",
 }
 UNALIGNED = {"b_ptr", "a_ptr", "slots_ptr", "starts_ptr", "folded_ptr", "committed_ptr"}
 """Pointers that are not specialised on alignment."""
@@ -75,7 +77,7 @@ def kernels(quick: bool) -> Iterator[tuple[Any, int, dict[str, Any]]]:
         for omitted in (dict(committed_ptr=None, length=None), {}):
             yield gated_norm_kernel, delta.NORM_WARPS, dict(**same, HEADS=delta.HEADS) | omitted
         for omitted in (dict(committed_ptr=None), {}):
-            yield step_inputs_kernel, 1, dict(**same, TOKENS=delta.MAX_TOKENS) | omitted
+            yield step_inputs_kernel, 1, dict(**same, TOKENS=delta.MAX_TOKENS, PARTS=1) | omitted
         extra = dict(BLOCK_K=next_power_of_2(sizes["HK"] * sizes["K"]), STATE_GRID=16)
         yield save_tokens_kernel, 4, {**sizes, **extra, "BLOCK_HV": next_power_of_2(sizes["HV"])}
     for sizes in () if quick else MAMBA:

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lockstep.kernels.linear import choose_split_k, linear, partition_length
+from lockstep.kernels.fp8_linear import choose_fp8_split_k
+from lockstep.kernels.linear import choose_split_k, linear, partition_length, sum_partials
 from lockstep.kernels.linear.tuning import (
     BUCKETS,
     TIMED,
@@ -40,7 +41,7 @@ def graded(rows: int, k: int, count: int, seed: int) -> torch.Tensor:
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-4, 5, (rows, k), generator=generator).float()
-    scales = torch.exp2(torch.tensor([12.0, 0.0, 1.0, 0.0]))
+    scales = torch.exp2(torch.tensor([12.0, 0.0, 1.0, 0.0, 0.0, 11.0, 0.0, 2.0]))
     return x * scales[torch.arange(k) // partition_length(k, count)]
 
 
@@ -109,6 +110,37 @@ def test_split_k_depends_only_on_weight():
     for k, cut in ((7168, 16), (2688, 16), (1024, 8), (200, 1)):
         assert choose_split_k(256, k, "cuda", dtype=torch.float32) == cut
         assert choose_split_k(256, k, "cpu", dtype=torch.float32) == 1
+
+
+def test_split_k_of_few_outputs():
+    """A dense weight of few outputs counts its own, whatever else its linear layer has."""
+    sizes = ((96, 5120, 8), (64, 2048, 8), (128, 4096, 8), (8, 4096, 8), (64, 2560, 4))
+    for n, k, count in (*sizes, (129, 2048, 2), (64, 1024, 1), (64, 2688, 1)):
+        assert choose_split_k(n, k, "cuda") == count, (n, k)
+        assert choose_split_k(n, k, "cpu") == 1
+        if n <= 128:
+            assert choose_split_k(n, k, "cuda", fused=16480) == count
+    assert choose_split_k(129, 5120, "cuda", fused=16480) == 1
+    assert choose_split_k(96, 5120, "cuda", quantized=True, fused=16480) == 1
+    assert choose_split_k(96, 5120, "cuda", quantized=True, fused=4096) == 4
+    assert choose_split_k(96, 5120, "cuda", dtype=torch.float32, fused=16480) == 16
+    for n in (64, 96):
+        assert choose_fp8_split_k(n, 5120, "cuda") == 2  # its kernels add up two at most
+
+
+@pytest.mark.parametrize("arch", ["sm90", "sm80"])
+@pytest.mark.parametrize(("n", "k"), [(96, 5120), (64, 2048), (48, 5120), (128, 4096), (64, 2560)])
+def test_few_outputs_are_read_by_many_ctas(arch, n, k):
+    """96 x 5120 with two CTAs took three times as long as a launch. 48: the share of a rank."""
+    count = choose_split_k(n, k, "cuda")
+    for tokens in (1, 8, 16):
+        tile = lookup(tokens, n, k, torch.bfloat16, arch, count)
+        assert tile.ctas_k == count and -(-n // tile.n) * tile.ctas_k >= min(24, n // 4)
+        assert tile.n * (k // tile.ctas_k) * 2 <= 40 << 10, "bytes of weights per CTA"
+    for tokens in (1, 64, 256, 512, 2048):
+        tile = lookup(tokens, n, k, torch.bfloat16, arch, count)
+        assert partition_length(k, count) % tile.k == 0, "no tile straddles two partitions"
+    assert lookup(2048, n, k, torch.bfloat16, arch, count).ctas_k == 1
 
 
 def test_accumulators_stay_in_registers():
@@ -202,6 +234,32 @@ def test_tiles_change_no_bit(backend, count):
     for tile in tiles:
         for part, want in ((x, full), (x[1:2], full[1:2]), (x[5:], full[5:])):
             assert same_bits(launch(part, weight, count, tile), want), (tile, len(part))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("backend", TRITON)
+@pytest.mark.parametrize(("k", "count"), [(2048, 8), (2560, 4)])
+def test_tiles_of_few_outputs_change_no_bit(backend, k, count):
+    """Every tile, in the batch and alone, and the outputs of one rank of several."""
+    from lockstep.kernels.linear.triton import launch
+
+    rows, n = (300, 96) if backend.on_gpu else (18, 40)
+    x, weight = operands(backend, rows, n, k, count)
+    share = weight[n // 4 : n // 2].contiguous()
+    every = dict.fromkeys(
+        tile for tokens in TIMED for tile in candidates(tokens, n, k, torch.bfloat16, count)
+    )
+    tiles = [replace(tile, stages=1) if backend.interpreted else tile for tile in every]
+    full = linear(x, weight, count) if backend.interpreted else launch(x, weight, count, tiles[0])
+    assert not same_bits(full, launch(x, weight, 2, tiles[0]))
+    for tile in tiles:
+        assert same_bits(launch(x, weight, count, tile), full), tile
+        assert same_bits(launch(x[1:2], weight, count, tile), full[1:2]), tile
+        assert same_bits(launch(x, share, count, tile), full[:, n // 4 : n // 2]), tile
+        partials = launch(x, weight, count, tile, allow_partials=True)
+        assert same_bits(sum_partials(partials, x.dtype), full), tile
+        out = torch.empty_like(full)
+        assert same_bits(launch(x, weight, count, tile, out=out), full), tile
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """Backends of a model's linear layers, and the build report about them."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import pytest
 import torch
@@ -8,12 +9,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.kernels.backends import load
+from lockstep.kernels.exchange.group import DryGroup
 from lockstep.kernels.formats.weights import Fp4Weight, quantize_int
 from lockstep.kernels.fp8_linear import fp8_linear
 from lockstep.kernels.linear import linear, partition_length
 from lockstep.kernels.linear.probe import Probed
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Embedding, Gemm, Head, Linear, PartialLinear, probe
+from lockstep.layers.sharding import Columns
 from lockstep.models.loader import finish
 from lockstep.quantization import TensorInfo, WeightSink, fp8, read_weight_format
 from lockstep.worker.memory_estimate import weight_bytes
@@ -233,6 +236,65 @@ def test_gpu_dequantizes_only_small_weights_fused_with_dense_ones(
     assert message[0] == "IntWeight(bits=4, group=4, scale_dtype=float32)"
     assert message[1] == f"{message[0]}, 16 rows, dequantized when loaded"
     assert [product.quantized is not None for product in larger] == [True, False]
+
+
+@pytest.mark.parametrize("maximum", [10**6, 0], ids=["one GEMM", "two"])
+def test_split_partials_leaves_those_of_the_last_gemm(
+    maximum: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MAX_DEQUANTIZED, maximum)
+    build = BuildContext("cpu", torch.float32, 1, 1, weight_format=Rounding(of="a"))
+    layer = Linear(build, 12, {"a": 16, "b": 8, "c": 24}, partials_from=1)
+    allowed = [cast(Gemm, gemm).allow_partials for gemm in layer.gemms]
+    assert allowed == ([False] if maximum else [False, True])
+    for target in layer.weights().values():
+        WeightSink.of(target).fill(torch.randn(WeightSink.of(target).shape))
+    for gemm in layer.gemms:
+        cast(Gemm, gemm).finish()
+    x = torch.randn(5, 12)
+    expected = layer(x, None).split([16, 32], dim=1)
+    assert all(map(torch.equal, layer.split_partials(x, None), expected))
+    if not maximum:
+        partials = torch.randn(4, 5, 32)
+        cast(Gemm, layer.gemms[1]).linear = lambda *arguments: partials
+        first, last = layer.split_partials(x, None)
+        assert torch.equal(first, expected[0]) and last is partials
+
+
+def test_no_partials_of_a_last_gemm_that_has_other_weights_or_a_bias(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(MAX_DEQUANTIZED, 0)
+    build = BuildContext("cpu", torch.float32, 1, 1, weight_format=Rounding(of="a"))
+    sizes = {"a": 16, "b": 8, "c": 24}
+    layers = (
+        Linear(build, 12, sizes, partials_from=2),
+        Linear(build, 12, sizes, partials_from=1, bias=True),
+    )
+    for layer in layers:
+        assert len(layer.gemms) == 2
+        assert not any(cast(Gemm, gemm).allow_partials for gemm in layer.gemms)
+
+
+@pytest.mark.parametrize(("outputs", "split_k"), [(96, 8), (192, 1)])
+def test_partitions_of_a_last_gemm_follow_from_its_outputs_on_all_ranks(
+    outputs: int, split_k: int
+) -> None:
+    """A rank's share of the gates of Qwen3.6-27B, and of twice as many, has at most 128 outputs."""
+    load()
+    counts = []
+    for size in (1, 2, 8):
+        build = BuildContext(
+            "cuda:0", torch.bfloat16, 1, 1, weight_format=Rounding(of="wide"), arch=90,
+            group=DryGroup(size - 1, size),
+        )  # fmt: skip
+        sizes = {"wide": Columns.heads(16, 1024), "gates": Columns.heads(16, outputs // 16)}
+        with FakeTensorMode():
+            layer = Linear(build, 5120, sizes, partials_from=1)
+        wide, gates = (cast(Gemm, gemm) for gemm in layer.gemms)
+        assert gates.shape == (outputs // size, 5120) and gates.allow_partials
+        counts.append((wide.split_k, gates.split_k))
+    assert set(counts) == {(1, split_k)}
 
 
 def test_nvfp4_launches_do_not_synchronize() -> None:

@@ -1,16 +1,21 @@
 """Recurrent mixers run a step of forced tokens with the bits of one token at a time."""
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.kernels.linear import tree_sum
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.gated_delta_net import GatedDeltaNet
+from lockstep.layers.linear import Gemm
 from lockstep.layers.mamba2 import Mamba2
-from lockstep.step import StepContext, StepShape
+from lockstep.quantization import WeightSink
+from lockstep.step import JointContext, StepContext, StepShape
+from tests.layers.rounding import Rounding
 
 HIDDEN = 32
 COMMITTED = (20, 7)
@@ -62,7 +67,46 @@ def test_forced_step_equals_single_tokens(mixer_of: Callable[[BuildContext], nn.
     assert torch.equal(out, expected)
 
 
-def empty_storage(mixer: nn.Module) -> dict[str, Tensor]:
-    """Return zeros for a mixer's state: two rows and the null slot."""
-    storage: dict[str, Tensor] = mixer.cache_spec().allocate(3, 64, "cpu")
+def gated(monkeypatch: pytest.MonkeyPatch) -> GatedDeltaNet:
+    """Return a mixer whose wide projections are quantized, so that b and a have their own GEMM."""
+    monkeypatch.setattr("lockstep.layers.linear.MAX_DEQUANTIZED", 0)
+    torch.manual_seed(0)
+    build = BuildContext("cpu", torch.bfloat16, 1, 64, weight_format=Rounding(of="qkvz"))
+    mixer = GatedDeltaNet(build, HIDDEN, 1, 2, 16, 16, kernel=4, eps=1e-6, grouped=True)
+    for target in mixer.weights().values():
+        sink = WeightSink.of(target)
+        sink.fill(torch.randn(sink.shape).mul(0.3).to(sink.dtypes[0]))
+    for gemm in mixer.in_proj.gemms:
+        cast(Gemm, gemm).finish()
+    return mixer
+
+
+def test_mixer_adds_partials_of_its_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass over a step of generated tokens and a prompt's: partials change no bit."""
+    mixer = gated(monkeypatch)
+    generated, prompt = 4, 70
+    decode = context(StepShape.uniform(2, 2), [1, 2], [3, 5], [2, 5])
+    rows = dict(state_src=0, state_slots=3, snapshot_slots=0, starts=0)
+    more = {name: torch.tensor([value], dtype=torch.int32) for name, value in rows.items()}
+    bounds = torch.tensor([0, prompt], dtype=torch.int32)
+    shape = StepShape(1, prompt, prompt, prompt=True)
+    chunk = replace(context(shape, [3], [0], [0], cu_seqlens=bounds), **more)
+    ctx = JointContext(parts=(decode, chunk), token_ids=torch.zeros(0))
+    x = torch.randn(generated + prompt, HIDDEN).bfloat16()
+    partials = torch.randn(8, generated + prompt, 4)
+    gates = cast(Gemm, mixer.in_proj.gemms[1])
+    assert gates.allow_partials
+    outputs = []
+    for product in (partials, tree_sum(partials).bfloat16()):
+        gates.linear = lambda *arguments, product=product: product
+        mixer.bind(empty_storage(mixer, 4))
+        outputs.append([mixer(x, ctx), *mixer.cache_tensors()])
+    assert outputs[0][0].isfinite().all() and outputs[0][0].any()
+    for actual, expected in zip(*outputs, strict=True):
+        assert torch.equal(actual, expected)
+
+
+def empty_storage(mixer: nn.Module, slots: int = 3) -> dict[str, Tensor]:
+    """Return zeros for a mixer's state: some slots, of which the first is null."""
+    storage: dict[str, Tensor] = mixer.cache_spec().allocate(slots, 64, "cpu")
     return {name: torch.zeros_like(part) for name, part in storage.items()}

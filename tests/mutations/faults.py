@@ -47,6 +47,7 @@ OF_PACKED = "tests/kernels/test_quantized_weights.py"
 OF_KV = "tests/kernels/test_kv.py"
 OF_KV_LATENTS = "tests/kernels/test_kv_latents.py"
 OF_LATENTS = "tests/kernels/test_latent_attention.py"
+OF_LINEAR_LAYERS = "tests/layers/test_linear.py"
 OF_PROCESSES = "tests/engine/test_process_transport.py"
 OF_NODES = "tests/worker/test_nodes.py"
 OF_DEEPSEEK = "tests/models/test_deepseek_v3.py"
@@ -1277,6 +1278,20 @@ FAULTS = (
         "if True:\n"
         "    ...",
         f"{OF_COMMITTED}::test_window_equals_single_tokens",
+    ),
+    Fault(
+        "a kernel adds half of the partials of the gates twice", "mixer",
+        "kernels.gated_delta_rule.gating", "load_gate",
+        "tl.arange(0, $parts)[None, :] * $stride.to(tl.int64)",
+        "tl.arange(0, $parts)[None, :] // 2 * $stride.to(tl.int64)",
+        "tests/kernels/test_gate_partials.py::test_recurrent_form_adds_partials",
+    ),
+    Fault(
+        "a rank's outputs decide the split-K partitions of its gates", "mixer", LINEAR,
+        "Gemm.__init__",
+        "choose_split_k($whole or $columns, ...)",
+        "choose_split_k(self.shape[0], ...)",
+        f"{OF_LINEAR_LAYERS}::test_partitions_of_a_last_gemm_follow_from_its_outputs_on_all_ranks",
     ),
     Fault(
         "a committed window keeps one raw input less", "mixer",

@@ -11,9 +11,8 @@ from torch import Tensor
 from lockstep.kernels.activations import ACTS, Act, sigmoid
 from lockstep.kernels.exchange import Gather, all_columns
 from lockstep.kernels.formats.weights import QuantizedWeight
-from lockstep.kernels.linear import dequantized
+from lockstep.kernels.linear import dequantized, sum_partials
 from lockstep.kernels.registry import op
-from lockstep.kernels.route import sum_partials
 from lockstep.kernels.row_tiles import tile_mm
 
 

@@ -18,6 +18,7 @@ from lockstep.kernels.formats.weights import K_BLOCK, Fp8Weight, pack_codes, unp
 from lockstep.kernels.formats.weights.fp8 import e4m3_values
 from lockstep.kernels.formats.weights.quantize import MAX_E4M3
 from lockstep.kernels.linear import choose_split_k, partition_length, tree_sum, write_out
+from lockstep.kernels.linear.contract import FEW_OUTPUTS
 from lockstep.kernels.linear.prepacked import PrepackedWeight
 from lockstep.kernels.norm import add_rms_norm
 from lockstep.kernels.registry import op
@@ -144,9 +145,10 @@ def choose_fp8_split_k(n: int, k: int, device: str) -> int:
     """Return the split-K count of fp8_linear, which a plain 16-bit weight of this shape has too.
 
     Partitions must be whole blocks of K_BLOCK columns, and the kernels add up two at most in
-    registers. Plain fp32 weights have other partitions, and quantized weights have four.
+    registers. Plain weights in fp32 or of few outputs have other partitions, and quantized weights
+    have four.
     """
-    return choose_split_k(n, k, device)
+    return choose_split_k(max(n, FEW_OUTPUTS + 1), k, device)
 
 
 @op(needed_for="FP8 activations")

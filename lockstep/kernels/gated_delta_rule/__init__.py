@@ -2,6 +2,7 @@
 
 from lockstep.kernels.gated_delta_rule.contract import (
     GatedDeltaWeights,
+    add_partials,
     gated_delta_chunk,
     gated_delta_step,
     gates,
@@ -14,6 +15,7 @@ from lockstep.kernels.gated_delta_rule.reference import (
 __all__ = [
     "GatedDeltaWeights",
     "L2_EPS",
+    "add_partials",
     "gated_delta_chunk",
     "gated_delta_step",
     "gates",

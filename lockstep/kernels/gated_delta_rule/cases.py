@@ -1,13 +1,14 @@
 """Test cases of gated_delta_step and gated_delta_chunk. Slots that nothing may read are NaN."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.kernels.gated_delta_rule import GatedDeltaWeights
-from lockstep.kernels.recurrent.cases import Dims, chunk_cases, step_cases
+from lockstep.kernels.recurrent.cases import Dims, Raw, chunk_cases, step_cases
 from lockstep.kernels.recurrent.state import RecurrentState
 
 LAYERS = (
@@ -21,6 +22,8 @@ LAYERS = (
     Dims(1, 2, 16, 16, w=16, flush=5, state=torch.bfloat16),
 )
 """HK, HV, K and V of each."""
+PARTIALS = 8
+"""Split-K partials of b and a."""
 
 
 def weights(dims: Dims, dtype: torch.dtype, seed: int) -> GatedDeltaWeights:
@@ -60,18 +63,37 @@ def chunk_inputs(
     return raw
 
 
+def with_partials(
+    generate: Raw, dims: Dims, tokens: tuple[int, ...], dtype: torch.dtype, seed: int
+) -> dict[str, Tensor]:
+    """Return inputs of `generate` with split-K partials of b and a: columns of one product."""
+    raw = generate(dims, tokens, dtype, seed)
+    generator = torch.Generator().manual_seed(seed)
+    product = torch.randn(PARTIALS, *tokens, 2 * dims.hv, generator=generator) / PARTIALS**0.5
+    raw["b"], raw["a"] = product.split(dims.hv, dim=-1)
+    return raw
+
+
 def gated_delta_step_cases(
     dtype: torch.dtype, layers: tuple[Dims, ...] | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield step_cases of `layers`, by default LAYERS."""
-    return step_cases(inputs, weights, dtype, LAYERS if layers is None else layers)
+    """Yield step_cases of `layers`, by default LAYERS, and those of the first with partials."""
+    layers = LAYERS if layers is None else layers
+    yield from step_cases(inputs, weights, dtype, layers)
+    for name, arguments in step_cases(partial(with_partials, inputs), weights, dtype, layers[:1]):
+        if arguments["committed"] is None:
+            yield f"{name}, partials", arguments
 
 
 def gated_delta_chunk_cases(
     dtype: torch.dtype, layers: tuple[Dims, ...] | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield chunk_cases of `layers`, by default LAYERS."""
-    return chunk_cases(chunk_inputs, weights, dtype, LAYERS if layers is None else layers)
+    """Yield chunk_cases of `layers`, by default LAYERS, and those of the first with partials."""
+    layers = LAYERS if layers is None else layers
+    yield from chunk_cases(chunk_inputs, weights, dtype, layers)
+    partials = partial(with_partials, chunk_inputs)
+    for name, arguments in chunk_cases(partials, weights, dtype, layers[:1]):
+        yield f"{name}, partials", arguments
 
 
 def gated_delta_step_traits(state: RecurrentState, **rest: Any) -> dict[str, Any]:

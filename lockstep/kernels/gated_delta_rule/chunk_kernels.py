@@ -23,7 +23,7 @@ import triton.language as tl
 from lockstep.kernels.architecture import WARP_SIZE
 from lockstep.kernels.device.convolution import convolve_chunk
 from lockstep.kernels.device.dependent_launch import pdl_start
-from lockstep.kernels.gated_delta_rule.gating import gates
+from lockstep.kernels.gated_delta_rule.gating import gates, load_gate
 
 WARP_SIZE_TL = tl.constexpr(WARP_SIZE)
 
@@ -133,18 +133,19 @@ def ut_transform(a, SIDE: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.conste
     return tl.dot(series, d, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["b_partial_stride", "a_partial_stride"])
 def intra_chunk_kernel(
     inputs_ptr, b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, cu_seqlens_ptr, chunks_ptr, u_ptr, w_ptr,
-    scores_ptr, g_cumsum_ptr, b_stride, a_stride,
+    scores_ptr, g_cumsum_ptr, b_stride, a_stride, b_partial_stride, a_partial_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
-    SIDE: tl.constexpr,
+    SIDE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Compute the WY representation u, w, causal scores and g_cumsum of one (chunk, value head).
 
     u [N, HV, V, GRID], w [T, HV, K], scores [N, HV, GRID, GRID], g_cumsum [N, HV, GRID] (log decay,
-    cumulated from the chunk's first token).
+    cumulated from the chunk's first token). b and a are tree sums of PARTS partials, each
+    partial_stride elements apart.
     """
     pdl_start()
     chunk = tl.program_id(0).to(tl.int64)
@@ -162,15 +163,17 @@ def intra_chunk_kernel(
     offs_v = tl.arange(0, BLOCK_V)
     token_mask = offs_t < count
     token = begin + offs_t
-    raw_a = tl.load(a_ptr + token * a_stride + head, mask=token_mask, other=0.0)
-    raw_b = tl.load(b_ptr + token * b_stride + head, mask=token_mask, other=0.0)
+    OPERAND: tl.constexpr = inputs_ptr.dtype.element_ty
+    offs_a = token * a_stride + head
+    offs_b = token * b_stride + head
+    raw_a = load_gate(a_ptr, offs_a, a_partial_stride, token_mask, OPERAND, PARTS)
+    raw_b = load_gate(b_ptr, offs_b, b_partial_stride, token_mask, OPERAND, PARTS)
     g, beta = gates(raw_a, raw_b, tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head))
     # Tokens past the end: no decay, beta 0 and k 0 make them exact no-ops on the state.
     g_cumsum = tl.cumsum(tl.where(token_mask, g, 0.0), 0)
     beta = tl.where(token_mask, beta, 0.0)
     tl.store(g_cumsum_ptr + block * GRID + offs_t, g_cumsum)
     C: tl.constexpr = 2 * HK * K + HV * V
-    OPERAND: tl.constexpr = inputs_ptr.dtype.element_ty
     inputs_rows = inputs_ptr + token[:, None] * C
     mask_k = token_mask[:, None] & (offs_k < K)[None, :]
     mask_v = token_mask[:, None] & (offs_v < V)[None, :]

@@ -20,6 +20,7 @@ from lockstep.kernels.gated_delta_rule.reference import (
     delta_rule,
     heads_of,
 )
+from lockstep.kernels.linear import sum_partials
 from lockstep.kernels.norm import gated_rms_norm
 from lockstep.kernels.recurrent.convolution import causal_convolution
 from lockstep.kernels.recurrent.history import folded_after, past_indices
@@ -50,6 +51,12 @@ def gates(b: Tensor, a: Tensor, weights: GatedDeltaWeights) -> tuple[Tensor, Ten
     return g, sigmoid(b.float())
 
 
+def add_partials(b: Tensor, a: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return b and a with mixed's dimensions and dtype, where they may be partials of a linear."""
+    dims = mixed.dim()
+    return sum_partials(b, mixed.dtype, dims), sum_partials(a, mixed.dtype, dims)
+
+
 @op(writes=("state",), needed_for="Gated DeltaNet layers")
 def gated_delta_step(
     mixed: Tensor,
@@ -66,7 +73,8 @@ def gated_delta_step(
 ) -> Tensor:
     """Step generated tokens: replay the tokens that the state lacks, then run the new window.
 
-    mixed [S, Q, C], z [S, Q, HV, V], b, a [S, Q, HV]: raw projections.
+    mixed [S, Q, C], z [S, Q, HV, V], b, a [S, Q, HV]: raw projections. b and a may be partials
+    [P, S, Q, HV] fp32 of a linear, P 2 or more: their tree_sum is rounded to mixed's dtype first.
     slots [S] int64; starts [S] int32: first positions of the window. folded [S] int32: tokens
     that the state in memory includes, at most max(flush, grid) - 1 + W fewer than starts. Q <= W.
     flush: tokens after which the state is written; the history has those in between.
@@ -87,6 +95,7 @@ def gated_delta_step(
     Returns [S, Q, HV, V] in z's dtype, after the gated norm.
     """
     out = torch.zeros_like(z)
+    b, a = add_partials(b, a, mixed)
     conv_len = state.conv.shape[1]
     history = weights.conv.shape[1] - 1
     written = folded_after(starts, folded, flush, state.grid, committed)
@@ -129,7 +138,8 @@ def gated_delta_chunk(
 ) -> Tensor:
     """Run prompt tokens in the chunked form on the absolute grid.
 
-    mixed [T, C], b, a [T, HV]: raw projections.
+    mixed [T, C], b, a [T, HV]: raw projections. b and a may be partials [P, T, HV] fp32: see
+    gated_delta_step.
     cu_seqlens [S+1]; starts, state_src, state_slots, snapshot_slots [S], all int32. Row s begins at
     position starts[s], a multiple of the grid. It resumes from the state in slot state_src[s], or
     from zeros where starts[s] is 0, and saves its state to state_slots[s]. The state at its last
@@ -142,6 +152,7 @@ def gated_delta_chunk(
     Returns o [T, HV, V] fp32, before the gated norm.
     """
     out = torch.zeros(mixed.shape[0], *state.u.shape[2:])
+    b, a = add_partials(b, a, mixed)
     history = weights.conv.shape[1] - 1
     row_arguments = (cu_seqlens, starts, state_src, state_slots, snapshot_slots)
     for row in prompt_rows(mixed, state, history, *row_arguments):

@@ -14,6 +14,7 @@ from lockstep.kernels.backends import cpu_trait
 from lockstep.kernels.gated_delta_rule import (
     L2_EPS,
     GatedDeltaWeights,
+    add_partials,
     gated_delta_chunk,
     gated_delta_step,
     gates,
@@ -64,6 +65,7 @@ def gated_delta_step_cpu(
     committed: Tensor | None = None,
 ) -> Tensor:
     """Run the window of all rows at once: see gated_delta_rule.gated_delta_step."""
+    b, a = add_partials(b, a, mixed)
     mixed, z, b, a = (x.transpose(0, 1) for x in (mixed, z, b, a))
     history = weights.conv.shape[1] - 1
     window = open_window(mixed, state, slots, starts, folded, history, flush, committed)
@@ -127,7 +129,7 @@ def gated_delta_chunk_cpu(
     """Run prompt chunks row by row: see gated_delta_rule.gated_delta_chunk."""
     out = torch.zeros(mixed.shape[0], *state.u.shape[2:])
     history = weights.conv.shape[1] - 1
-    g, beta = gates(b, a, weights)
+    g, beta = gates(*add_partials(b, a, mixed), weights)
     row_arguments = (cu_seqlens, starts, state_src, state_slots, snapshot_slots)
     for row in prompt_rows(mixed, state, history, *row_arguments):
         span = row.tokens

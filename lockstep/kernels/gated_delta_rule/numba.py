@@ -4,7 +4,11 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.backends import numba_trait
-from lockstep.kernels.gated_delta_rule import GatedDeltaWeights, gated_delta_step
+from lockstep.kernels.gated_delta_rule import (
+    GatedDeltaWeights,
+    add_partials,
+    gated_delta_step,
+)
 from lockstep.kernels.gated_delta_rule.numba_kernels import KERNELS
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.kernels.simd.strides import address, check_operand, optional_address, token_stride
@@ -32,6 +36,7 @@ def gated_delta_step_numba(
     hk, hv, dk, dv = state.sizes()
     dtype = mixed.dtype
     heads = rows * window * hv
+    b, a = add_partials(b, a, mixed)
     if channels != 2 * hk * dk + hv * dv or hv % hk:
         raise ValueError(
             f"mixed: {channels} channels do not fit a state of {hk} key heads of {dk} and {hv} "

@@ -17,7 +17,7 @@ from lockstep.kernels.device.convolution import convolve_window
 from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.history import window_index
 from lockstep.kernels.device.reductions import pairwise_sum
-from lockstep.kernels.gated_delta_rule.gating import gates
+from lockstep.kernels.gated_delta_rule.gating import gates, load_gate
 
 
 @triton.jit
@@ -90,17 +90,28 @@ def _value_inputs(
 
 
 @triton.jit(
-    do_not_specialize=["length", "conv_len", "history_len", "b_stride", "a_stride"],
+    do_not_specialize=[
+        "length",
+        "conv_len",
+        "history_len",
+        "b_stride",
+        "a_stride",
+        "b_partial_stride",
+        "a_partial_stride",
+    ],
     do_not_specialize_on_alignment=["b_ptr", "a_ptr", "slots_ptr", "starts_ptr", "committed_ptr"],
 )
 def step_inputs_kernel(
     mixed_ptr, b_ptr, a_ptr, conv_weight_ptr, a_log_ptr, dt_bias_ptr, conv_history_ptr,
     k_history_ptr, decay_history_ptr, slots_ptr, starts_ptr, committed_ptr, inputs_ptr,
-    length, conv_len, history_len, stride, b_stride, a_stride,
+    length, conv_len, history_len, stride, b_stride, a_stride, b_partial_stride, a_partial_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr, L2_EPS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Compute the window's inputs of one (row, head of q, k or v); for a value head also gates.
+
+    b and a are tree sums of PARTS partials, each partial_stride elements apart.
 
     committed [S]: tokens of each window that are certain to stay. Only these are computed, and k
     and decay are left to save_tokens_kernel. None: all are.
@@ -138,8 +149,11 @@ def step_inputs_kernel(
             v_head = head - 2 * HK
             t = begin + tl.arange(0, TOKENS)
             token_mask = t < length
-            raw_a = tl.load(a_ptr + (token + t) * a_stride + v_head, mask=token_mask, other=0.0)
-            raw_b = tl.load(b_ptr + (token + t) * b_stride + v_head, mask=token_mask, other=0.0)
+            DTYPE: tl.constexpr = mixed_ptr.dtype.element_ty
+            offs_a = (token + t) * a_stride + v_head
+            offs_b = (token + t) * b_stride + v_head
+            raw_a = load_gate(a_ptr, offs_a, a_partial_stride, token_mask, DTYPE, PARTS)
+            raw_b = load_gate(b_ptr, offs_b, b_partial_stride, token_mask, DTYPE, PARTS)
             _value_inputs(
                 mixed_ptr, conv_weight_ptr, conv_history_ptr, inputs_ptr, v_head, begin, conv_index,
                 length, conv_len, stride, HK, HV, K, V, R, BLOCK_V, TOKENS, COMMITTED,

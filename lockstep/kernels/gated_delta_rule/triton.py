@@ -103,8 +103,8 @@ def gated_delta_step_triton(
         return out
     mixed = flatten_tokens(mixed)
     z = flatten_tokens(z)
-    b = b.flatten(0, 1)
-    a = a.flatten(0, 1)
+    b = b.flatten(-3, -2)
+    a = a.flatten(-3, -2)
     conv_weight = weights.conv.t().contiguous()
     history_len = state.k.shape[1]
     f32: dict[str, Any] = dict(dtype=torch.float32, device=mixed.device)
@@ -114,9 +114,9 @@ def gated_delta_step_triton(
     step_inputs_kernel[(rows, 2 * hk + hv)](
         mixed, b, a, conv_weight, weights.a_log, weights.dt_bias, state.conv, state.k, state.decay,
         slots, starts, committed, inputs, length, state.conv.shape[1], history_len, mixed.stride(0),
-        b.stride(0), a.stride(0),
+        b.stride(-2), a.stride(-2), b.stride(0), a.stride(0),
         **sizes, **blocks, R=len(conv_weight) - 1, L2_EPS=L2_EPS,
-        TOKENS=min(MAX_TOKENS, next_power_of_2(length)),
+        TOKENS=min(MAX_TOKENS, next_power_of_2(length)), PARTS=_count_partials(b),
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     launch_recurrent_step(state, inputs, o, slots, starts, folded, flush, committed)
@@ -127,6 +127,11 @@ def gated_delta_step_triton(
         num_warps=NORM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return out
+
+
+def _count_partials(gate: Tensor) -> int:
+    """Return P of partials [P, T, HV], or 1 of a gate [T, HV]."""
+    return len(gate) if gate.dim() > 2 else 1
 
 
 def _operand_sizes(sizes: dict[str, int], values: int) -> dict[str, int]:
@@ -179,7 +184,8 @@ def gated_delta_chunk_triton(
     )  # fmt: skip
     intra_chunk_kernel[(n, hv)](
         inputs, b, a, weights.a_log, weights.dt_bias, cu_seqlens, chunks, u, w, scores, g_cumsum,
-        b.stride(0), a.stride(0), **_operand_sizes(sizes, MAX_DIM), SIDE=SIDE,
+        b.stride(-2), a.stride(-2), b.stride(0), a.stride(0), **_operand_sizes(sizes, MAX_DIM),
+        SIDE=SIDE, PARTS=_count_partials(b),
         num_warps=INTRA_WARPS, maxnreg=INTRA_REGISTERS, **products,
     )  # fmt: skip
     blocks = _operand_sizes(sizes, STATE_VALUES)

@@ -7,6 +7,7 @@ from lockstep.kernels.linear.contract import (
     linear,
     pad_partitions,
     partition_length,
+    sum_partials,
     tree_sum,
     write_out,
 )
@@ -17,6 +18,7 @@ __all__ = [
     "write_out",
     "partition_length",
     "choose_split_k",
+    "sum_partials",
     "tree_sum",
     "dequantized",
     "pad_partitions",

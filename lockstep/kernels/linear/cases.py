@@ -13,7 +13,7 @@ from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.formats.weights.cases import random_weights
 
 SIZES = ((0, 16, 16), (1, 33, 40), (3, 64, 128), (17, 96, 200), (70, 130, 72))
-SPLIT = ((2, 40, 1024, 2), (20, 48, 1024, 4), (5, 24, 1152, 2))
+SPLIT = ((2, 40, 1024, 2), (20, 48, 1024, 4), (5, 24, 1152, 2), (3, 40, 2048, 8))
 FP32 = (19, 40, 336, 2)
 QUANTIZED = ((3, 40, 256, 2), (20, 33, 200, 1), (9, 24, 1152, 2), (1, 70, 288, 1), (9, 70, 288, 1))
 """(tokens, N, K, split_k): 1,152 columns are 9 blocks, of which the first partition takes 5."""

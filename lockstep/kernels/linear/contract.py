@@ -15,9 +15,18 @@ NARROW = 8192
 """Outputs. A narrower weight has fewer output tiles than multiprocessors, so K is split too."""
 MIN_PARTITION = 512
 """Columns of the shortest split-K partition. The partitions of a dense weight are multiples of it,
-so that no tile straddles two of them; those of a quantized weight are as long on average."""
+so that no tile straddles two of them; those of a quantized weight are as long on average. Fp32
+weights and weights of few outputs have shorter ones."""
 K_BLOCK = 128
 """Columns that a quantized weight interleaves: its partitions are whole blocks."""
+FEW_OUTPUTS = 128
+"""Maximum outputs of a 16-bit weight that has more than two partitions. With two, tiles of 16
+outputs make at most 16 CTAs. A CTA streams its weights at about 0.1 MB per us: on an H200 two CTAs
+took 6.8 us for 96 x 5120 and one token, and one CTA took 5.0 us for 64 x 2048."""
+MIN_FEW_OUTPUTS_COLUMNS = 2048
+"""Minimum columns of such a weight, so that its partitions have at least 256."""
+FEW_OUTPUTS_SPLIT_K = (8, 4)
+"""Split-K counts of such a weight; the first one that gives whole blocks of K_BLOCK is taken."""
 QUANTIZED_SPLIT_K = (4, 2)
 """Split-K counts of a quantized weight; the first one that its columns allow is taken. One row on
 an H200 (us with 1, 2, 4 and 8 partitions, int4): 5120 x 17408 44.1, 33.9, 21.8, 21.7; 5120 x 6144
@@ -31,16 +40,29 @@ us with 1 on an H200."""
 
 
 def choose_split_k(
-    n: int, k: int, device: str, quantized: bool = False, dtype: torch.dtype = torch.bfloat16
+    n: int,
+    k: int,
+    device: str,
+    quantized: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    fused: int = 0,
 ) -> int:
     """Return the number of split-K partitions of a weight [n, k]. It is part of the op's numerics.
 
     It depends on the weight and the kind of device alone, never on the rows. On a GPU narrow dense
-    weights get two: 5120 outputs make 80 tiles of 64 for 132 multiprocessors. Quantized weights get
-    four, since their bytes arrive sooner than one accumulation chain ends. Weights in fp32 get 16,
-    since their accumulation is a chain of FMAs. On a CPU there is one partition, taken in row tiles
-    (lockstep.kernels.row_tiles).
+    weights get two: 5120 outputs make 80 tiles of 64 for 132 multiprocessors. Those of few outputs
+    get eight or four. Quantized weights get four, since their bytes arrive sooner than one
+    accumulation chain ends. Weights in fp32 get 16, since their accumulation is a chain of FMAs. On
+    a CPU there is one partition, taken in row tiles (lockstep.kernels.row_tiles).
+
+    Args:
+        n: outputs on all ranks.
+        fused: outputs of all weights of the linear layer, which count instead of n unless the
+            weight is dense and has few outputs. 0: those of this weight.
     """
+    few_outputs = not quantized and n <= FEW_OUTPUTS
+    if not few_outputs:
+        n = fused or n
     if device.partition(":")[0] == "cpu" or n >= NARROW:
         return 1
     if quantized:
@@ -48,6 +70,8 @@ def choose_split_k(
         return next(fitting, 1)
     if dtype == torch.float32:
         return next((s for s in FP32_SPLIT_K if k % s == 0 and k >= s * MIN_FP32_PARTITION), 1)
+    if few_outputs and k >= MIN_FEW_OUTPUTS_COLUMNS:
+        return next((s for s in FEW_OUTPUTS_SPLIT_K if k % (s * K_BLOCK) == 0), 1)
     return 2 if k >= 4 * MIN_PARTITION and k % (2 * MIN_PARTITION) == 0 else 1
 
 
@@ -82,6 +106,14 @@ def tree_sum(partials: Sequence[Tensor] | Tensor) -> Tensor:
         pairs = zip(partials[::2], partials[1::2], strict=True)
         partials = [left + right for left, right in pairs]
     return partials[0]
+
+
+def sum_partials(product: Tensor, dtype: torch.dtype, dims: int = 2) -> Tensor:
+    """Reduce the partials [P, ...] of a linear to a tensor of `dims` dimensions in dtype.
+
+    A product that has `dims` dimensions is returned as it is.
+    """
+    return tree_sum(product).to(dtype) if product.dim() > dims else product
 
 
 def write_out(y: Tensor, out: Tensor | None) -> Tensor:

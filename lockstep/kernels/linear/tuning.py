@@ -7,7 +7,7 @@ again or deleted. Its keys are "arch/dtype/NxK" and, inside, the first token cou
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lockstep.kernels.linear.contract import FEW_OUTPUTS
 from lockstep.kernels.timing import seconds_per_call
 
 TABLE = Path(__file__).with_name("tuning.json")
@@ -176,14 +177,69 @@ def _prompt_tiles() -> list[Tile]:
 NARROW = 2048
 """Maximum outputs of a weight whose tiles are too few to occupy a GPU."""
 VERY_NARROW = 512
-"""Maximum outputs where small tiles are the rule's first choice: 96 x 5120 and 64 x 2048 are within
-7 % of their best by it at 32 to 2,048 tokens, where wide tiles take twice as long."""
+"""Maximum outputs where small tiles are the rule's first choice. With one or two split-K partitions
+96 x 5120 and 64 x 2048 were within 7 % of their best by it at 32 to 2,048 tokens, where wide tiles
+took twice as long."""
 
 RULE_COLUMNS = 512
 """Minimum columns of a weight that the rule for weights without measurements serves."""
 RULE_WIDTH = 10_000
 """Minimum outputs of a weight for which that rule takes wide tiles. The minimum is twice as large
 at up to 64 tokens, and three fifths of it for a prompt."""
+
+
+MAX_SPLIT_TOKENS = 768
+"""Maximum tokens at which each partition of a weight of few outputs has its own CTAs by rule.
+
+With more tokens one CTA computes all partitions of a tile, so that prompts leave no partials.
+"""
+
+
+def _partitioned_tiles(tokens: int) -> list[Tile]:
+    """Return tiles for a 16-bit weight of few outputs: each split-K partition has a CTA.
+
+    Blocks of 128 columns divide its partitions. At one token a CTA of 16 outputs and 640 columns
+    reads 20 KB of weights.
+    """
+    if tokens <= 16:
+        return [
+            Tile(16, 16, 128, 4, 5, ctas_k=8),
+            Tile(16, 16, 128, 2, 5, ctas_k=8),
+            Tile(16, 32, 128, 4, 5, ctas_k=8),
+            Tile(16, 16, 64, 2, 8, ctas_k=8),
+            Tile(16, 16, 128, 4, 5, ctas_k=8, tma=True),
+            Tile(16, 32, 128, 4, 5, ctas_k=8, tma=True),
+            Tile(16, 64, 128, 4, 5, ctas_k=8, swap=True, tma=True),
+        ]
+    if tokens <= 64:
+        return [
+            Tile(32, 16, 128, 4, 5, ctas_k=8, tma=True),
+            Tile(16, 16, 128, 4, 5, ctas_k=8, tma=True),
+            Tile(16, 32, 128, 4, 5, ctas_k=8, tma=True),
+            Tile(32, 32, 128, 4, 5, ctas_k=8, tma=True),
+            Tile(32, 32, 128, 4, 5, ctas_k=8),
+            Tile(64, 16, 128, 4, 5, ctas_k=8, tma=True),
+            Tile(64, 32, 128, 4, 5, ctas_k=8, tma=True),
+            Tile(16, 64, 128, 4, 5, ctas_k=8, swap=True, tma=True),
+            Tile(32, 64, 128, 4, 5, ctas_k=8, swap=True, tma=True),
+        ]
+    if tokens <= MAX_SPLIT_TOKENS:
+        return [
+            Tile(64, 32, 128, 4, 4, ctas_k=8, tma=True),
+            Tile(64, 16, 128, 4, 5, ctas_k=8, tma=True),
+            Tile(32, 32, 128, 4, 5, ctas_k=8, tma=True),
+            Tile(64, 64, 128, 4, 4, ctas_k=8, tma=True),
+            Tile(64, 96, 128, 4, 3, ctas_k=8, tma=True),
+            Tile(64, 32, 128, 4, 4, tma=True),
+        ]
+    return [
+        Tile(64, 32, 128, 4, 4, tma=True),
+        Tile(64, 16, 128, 4, 5, tma=True),
+        Tile(64, 64, 128, 4, 4, tma=True),
+        Tile(128, 32, 128, 8, 4, tma=True),
+        Tile(64, 32, 128, 4, 4, ctas_k=8, tma=True),
+        Tile(64, 96, 128, 4, 3, ctas_k=8, tma=True),
+    ]
 
 
 def _narrow_tiles(tokens: int) -> list[Tile]:
@@ -222,10 +278,18 @@ def _narrow_tiles(tokens: int) -> list[Tile]:
     return some + few if tokens <= 256 else many
 
 
-def _fallback_tile(tokens: int, dtype: torch.dtype) -> Tile:
+def _has_many_partitions(n: int, dtype: torch.dtype, split_k: int) -> bool:
+    """Return whether a weight has the partitions of few outputs: see choose_split_k."""
+    return n <= FEW_OUTPUTS and dtype != torch.float32 and split_k > 2
+
+
+def _fallback_tile(tokens: int, n: int, k: int, dtype: torch.dtype, split_k: int) -> Tile:
     """Return a tile for any GPU since Ampere, and for Triton's interpreter."""
     if dtype == torch.float32:
         return FP32_SMALL[0] if tokens <= 64 else FP32_LARGE[0]
+    if _has_many_partitions(n, dtype, split_k):
+        # Half the columns, since other GPUs have less shared memory.
+        return replace(candidates(tokens, n, k, dtype, split_k)[0], k=64, tma=False)
     if tokens <= 16:
         return Tile(16, 64, 64, 4, 4)
     return Tile(64, 64, 64, 4, 4) if tokens <= 64 else Tile(128, 128, 32, 8, 3)
@@ -235,6 +299,9 @@ def candidates(tokens: int, n: int, k: int, dtype: torch.dtype, split_k: int = 1
     """Return tiles worth timing on Hopper."""
     if dtype == torch.float32:
         return list(_fp32_tiles(tokens))
+    if _has_many_partitions(n, dtype, split_k):
+        tiles = _partitioned_tiles(tokens)
+        return [replace(tile, ctas_k=min(tile.ctas_k, split_k)) for tile in tiles]
     if tokens <= 32:
         tiles = _tiles_up_to_32(16 if tokens <= 16 else 32, n >= 8192)
     elif tokens <= 64:
@@ -318,7 +385,7 @@ def _choose_tile(first: int, n: int, k: int, dtype: torch.dtype, arch: str, spli
     if timed:
         return known[max(timed)]
     if arch != "sm90":
-        return _fallback_tile(first, dtype)
+        return _fallback_tile(first, n, k, dtype, split_k)
     return _rule_tile(first, n, k, dtype, split_k)
 
 

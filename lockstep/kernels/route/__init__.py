@@ -6,7 +6,6 @@ from lockstep.kernels.route.contract import (
     route,
     softmax,
     sortable_keys,
-    sum_partials,
     top_indices,
 )
 
@@ -16,6 +15,5 @@ __all__ = [
     "route",
     "softmax",
     "sortable_keys",
-    "sum_partials",
     "top_indices",
 ]

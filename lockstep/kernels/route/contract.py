@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.activations import ACTS, Act, sigmoid
-from lockstep.kernels.linear import tree_sum
+from lockstep.kernels.linear import sum_partials
 from lockstep.kernels.registry import op
 
 Scoring = Literal["softmax", "sigmoid"]
@@ -115,11 +115,6 @@ def route(
     inner = None if shared is None else ACTS[act](sum_partials(shared, shared_dtype))
     gate = None if shared_gate is None else sum_partials(shared_gate, dtype)[:, 0]
     return RouterOutput(ids.int(), (weights * scale).to(dtype), inner, gate)
-
-
-def sum_partials(product: Tensor, dtype: torch.dtype) -> Tensor:
-    """Reduce the partials [P, T, N] of a linear to [T, N] in dtype; return [T, N] as it is."""
-    return tree_sum(product).to(dtype) if product.dim() > 2 else product
 
 
 def softmax(x: Tensor) -> Tensor:
