@@ -188,56 +188,30 @@ RULE_WIDTH = 10_000
 at up to 64 tokens, and three fifths of it for a prompt."""
 
 
-MAX_SPLIT_TOKENS = 768
-"""Maximum tokens at which each partition of a weight of few outputs has its own CTAs by rule.
-
-With more tokens one CTA computes all partitions of a tile, so that prompts leave no partials.
-"""
-
-
 def _partitioned_tiles(tokens: int) -> list[Tile]:
     """Return tiles for a 16-bit weight of few outputs: each split-K partition has a CTA.
 
     Blocks of 128 columns divide its partitions. At one token a CTA of 16 outputs and 640 columns
-    reads 20 KB of weights.
+    reads 20 KB of weights. docs/kernels/linear.md has the times.
     """
     if tokens <= 16:
         return [
             Tile(16, 16, 128, 4, 5, ctas_k=8),
             Tile(16, 16, 128, 2, 5, ctas_k=8),
             Tile(16, 32, 128, 4, 5, ctas_k=8),
-            Tile(16, 16, 64, 2, 8, ctas_k=8),
-            Tile(16, 16, 128, 4, 5, ctas_k=8, tma=True),
-            Tile(16, 32, 128, 4, 5, ctas_k=8, tma=True),
             Tile(16, 64, 128, 4, 5, ctas_k=8, swap=True, tma=True),
         ]
     if tokens <= 64:
         return [
-            Tile(32, 16, 128, 4, 5, ctas_k=8, tma=True),
-            Tile(16, 16, 128, 4, 5, ctas_k=8, tma=True),
-            Tile(16, 32, 128, 4, 5, ctas_k=8, tma=True),
-            Tile(32, 32, 128, 4, 5, ctas_k=8, tma=True),
-            Tile(32, 32, 128, 4, 5, ctas_k=8),
             Tile(64, 16, 128, 4, 5, ctas_k=8, tma=True),
             Tile(64, 32, 128, 4, 5, ctas_k=8, tma=True),
+            Tile(32, 16, 128, 4, 5, ctas_k=8, tma=True),
             Tile(16, 64, 128, 4, 5, ctas_k=8, swap=True, tma=True),
-            Tile(32, 64, 128, 4, 5, ctas_k=8, swap=True, tma=True),
-        ]
-    if tokens <= MAX_SPLIT_TOKENS:
-        return [
-            Tile(64, 32, 128, 4, 4, ctas_k=8, tma=True),
-            Tile(64, 16, 128, 4, 5, ctas_k=8, tma=True),
-            Tile(32, 32, 128, 4, 5, ctas_k=8, tma=True),
-            Tile(64, 64, 128, 4, 4, ctas_k=8, tma=True),
-            Tile(64, 96, 128, 4, 3, ctas_k=8, tma=True),
-            Tile(64, 32, 128, 4, 4, tma=True),
         ]
     return [
-        Tile(64, 32, 128, 4, 4, tma=True),
-        Tile(64, 16, 128, 4, 5, tma=True),
-        Tile(64, 64, 128, 4, 4, tma=True),
-        Tile(128, 32, 128, 8, 4, tma=True),
         Tile(64, 32, 128, 4, 4, ctas_k=8, tma=True),
+        Tile(64, 16, 128, 4, 5, ctas_k=8, tma=True),
+        Tile(64, 64, 128, 4, 4, ctas_k=8, tma=True),
         Tile(64, 96, 128, 4, 3, ctas_k=8, tma=True),
     ]
 
