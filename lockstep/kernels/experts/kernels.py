@@ -20,12 +20,15 @@ from lockstep.kernels.linear.dense_gemm import accumulate_dense
 @triton.jit
 def _tile_pairs(
     ids_ptr, order_ptr, table_ptr, tile, pairs, experts,
-    SORTED: tl.constexpr, LANES: tl.constexpr, FIELDS: tl.constexpr, BLOCK_M: tl.constexpr,
+    SORTED: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr, FIELDS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Return (expert of a tile, -1 for none; its pairs [BLOCK_M]; mask of valid pairs).
 
     SORTED: from the dispatch tables. Otherwise there is one tile per pair: of the pairs of one
     expert, every BLOCK_M-th pair's tile covers it and the next BLOCK_M - 1; other tiles are empty.
+    Each tile of one token has one pair, since its experts differ; equal ids, as a null row may
+    have, are computed once each.
     """
     lane = tl.arange(0, BLOCK_M)
     if SORTED:
@@ -33,6 +36,10 @@ def _tile_pairs(
         valid = lane < tl.load(table_ptr + tile * FIELDS + 1)
         pair_ids = tl.load(order_ptr + tile * BLOCK_M + lane)
         return expert, tl.where(valid, pair_ids, 0), valid
+    elif LANES < 2 * SLOTS:  # one token
+        # No search, whose reductions the first load of weights would wait for.
+        expert = tl.minimum(tl.maximum(tl.load(ids_ptr + tile), 0), experts - 1)
+        return expert, tl.where(lane == 0, tile, 0), lane == 0
     else:
         pair = tl.arange(0, LANES)
         pair_experts = clamped_experts(ids_ptr, pair, pair < pairs, experts)
@@ -69,7 +76,7 @@ def up_kernel(
     tile = tl.program_id(0) // blocks
     first = tl.program_id(0) % blocks * WIDTH
     expert, pair_ids, valid = _tile_pairs(
-        ids_ptr, order_ptr, table_ptr, tile, pairs, experts, SORTED, LANES, FIELDS, BLOCK_M
+        ids_ptr, order_ptr, table_ptr, tile, pairs, experts, SORTED, SLOTS, LANES, FIELDS, BLOCK_M
     )
     if expert < 0:
         return
@@ -119,7 +126,7 @@ def down_kernel(
     first = tl.program_id(0) % blocks * BLOCK_N
     column = first + tl.arange(0, BLOCK_N)
     expert, pair_ids, valid = _tile_pairs(
-        None, order_ptr, table_ptr, tile, pairs, experts, True, 1, FIELDS, BLOCK_M
+        None, order_ptr, table_ptr, tile, pairs, experts, True, 1, 1, FIELDS, BLOCK_M
     )
     if expert < 0:
         return

@@ -180,24 +180,27 @@ def up_pipeline_kernel(
 ):  # fmt: skip
     """Compute some columns of act [tokens x TOP_K, n] for all tokens that chose a pair's expert.
 
-    Of the pairs of one expert only the first one's CTAs work. All tokens are in the x tile;
-    products of tokens that chose other experts are not stored. blocks: of K, rounded up. LANES: a
-    power of two, at least `pairs`.
+    Of several tokens' pairs of one expert only the first one's CTAs work. All tokens are in the x
+    tile; products of tokens that chose other experts are not stored. blocks: of K, rounded up.
+    LANES: a power of two, at least `pairs`.
     """
-    pdl_start()
     x_buffers, w_buffers, full, empty = allocate_pipeline(
         x_desc, w_desc, ROWS, STAGES, BLOCKS, DTYPE
     )
+    pdl_start()
     tiles = gl.cdiv(n, tile_width(ROWS, GATED))
     pair = gl.program_id(0) // tiles
     start = gl.program_id(0) % tiles * tile_width(ROWS, GATED)
-    lane = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     expert = _load_expert(ids_ptr, pair, experts)
-    lane_experts = gl.load(ids_ptr + lane, mask=lane < pair, other=0)
-    lane_experts = gl.minimum(gl.maximum(lane_experts, 0), experts - 1)
-    earlier = gl.sum(((lane_experts == expert) & (lane < pair)).to(gl.int32), 0)
-    if earlier > 0:
-        return
+    # The experts of one token differ, and no earlier pair is searched. Equal ids, as a null row may
+    # have, are computed twice: both CTAs store the same bits.
+    if LANES >= 2 * TOP_K:
+        lane = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        lane_experts = gl.load(ids_ptr + lane, mask=lane < pair, other=0)
+        lane_experts = gl.minimum(gl.maximum(lane_experts, 0), experts - 1)
+        earlier = gl.sum(((lane_experts == expert) & (lane < pair)).to(gl.int32), 0)
+        if earlier > 0:
+            return
     boxes = _box_rows(expert, start, n, ROWS, GATED)
     gl.warp_specialize(
         [
@@ -291,10 +294,10 @@ def down_pipeline_kernel(
     A weight tile is these columns of each slot's expert, the x tile the activations of the token's
     slots. Of their product only the diagonal blocks, expert and slot equal, are kept.
     """
-    pdl_start()
     x_buffers, w_buffers, full, empty = allocate_pipeline(
         x_desc, w_desc, ROWS, STAGES, BLOCKS, DTYPE
     )
+    pdl_start()
     token = gl.program_id(0)
     start = gl.program_id(1) * BOX
     boxes = ()
