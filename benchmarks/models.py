@@ -153,6 +153,24 @@ AUTO_ROUND = {
         ".*(lm_head|in_proj_a|in_proj_b|mtp|visual).*": {"bits": 16},
     },
 }
+W4A16 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": 128,
+            },
+        },
+    },
+    "ignore": ["lm_head", "re:.*in_proj_[ab]", "re:mtp.*", "re:.*visual.*"],
+}
+"""Config of symmetric int4 as llm-compressor writes it. Scales have the model's dtype, bf16."""
 FP8 = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -239,6 +257,7 @@ def folders() -> dict[str, dict[str, Any]]:
         "27b": dense,
         "27b-int4": {**dense, "quantization_config": AWQ},
         "27b-auto-round": {**dense, "quantization_config": AUTO_ROUND},
+        "27b-w4a16": {**dense, "quantization_config": W4A16},
         "27b-fp8": {**dense, "quantization_config": blocks(dense)},
         "27b-nvfp4": {**dense, "quantization_config": NVFP4},
         "35b-a3b": sparse,
