@@ -155,6 +155,13 @@ class Weight(nn.Module):
             self.quantized.finalize()
 
 
+def quantized_weights(*roots: nn.Module | None) -> list[QuantizedWeight]:
+    """Return the quantized weights of models, each once; None: no model."""
+    modules = [module for root in roots if root is not None for module in root.modules()]
+    parts = [part for m in modules if isinstance(m, Weight) for part in m.quantized_parts]
+    return list({id(part): part for part in parts}.values())
+
+
 class Gemm(Weight):
     """Matrix product: x [T, K] -> x W^T [T, N] over a weight of one storage format.
 

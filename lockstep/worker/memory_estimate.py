@@ -20,7 +20,7 @@ from lockstep.kernels.architecture import Architecture
 from lockstep.kernels.exchange.group import DryGroup
 from lockstep.kernels.formats.kv.table import load_device_functions
 from lockstep.layers.build_context import BuildContext
-from lockstep.layers.linear import Weight
+from lockstep.layers.linear import Weight, quantized_weights
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model
 from lockstep.models.lora_adapters import adapter_table, read_adapters
@@ -303,12 +303,13 @@ def _kind_of(block: nn.Module) -> tuple[Any, ...]:
 
 
 def _assume_scales(*roots: nn.Module | None) -> None:
-    """Let quantized weights without values answer what launches ask about their scales."""
-    for root in roots:
-        for module in root.modules() if root is not None else ():
-            if isinstance(module, Weight):
-                for part in module.quantized_parts:
-                    vars(part).setdefault("has_split_factors", True)
+    """Let quantized weights without values answer what launches ask about their scales.
+
+    A checkpoint's scales are not read before. A weight that answers otherwise launches kernels that
+    are compiled at their first launch.
+    """
+    for weight in quantized_weights(*roots):
+        vars(weight).update(has_split_factors=True, max_scale=0.0)
 
 
 def planner_of(config: EngineConfig, limits: StepLimits, dry_engine: DryEngine) -> Planner:

@@ -7,12 +7,15 @@ from functools import cache, partial, reduce
 from typing import Any
 
 import torch
+from torch import nn
 
 from lockstep.cache.specs import Cached
 from lockstep.config import EngineConfig, Plan, StepLimits
 from lockstep.kernels.architecture import architecture_of
 from lockstep.kernels.exchange import ALONE, RankGroup
+from lockstep.kernels.formats.weights import IntWeight
 from lockstep.layers.build_context import BuildContext
+from lockstep.layers.linear import quantized_weights
 from lockstep.layers.memory_budget import MemoryBudget
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.lora_adapters import adapter_table, read_adapters
@@ -199,6 +202,7 @@ class WorkerStartup:
         """Allocate the cache and warm up -> the worker, and (rows, drafts) -> ms of a step."""
         program = self._program_of(plan)
         check_served(self.build)
+        agree_on_scales(self.build.group, self.model, self.draft)
         probe_linears(self.build, self.model, plan)
         if self.device == "cuda":
             torch.cuda.empty_cache()  # a probe does not free its copies of weights
@@ -277,6 +281,26 @@ def dry_engine_of(
     """Return the dry engine of a model on this GPU."""
     known = config.load_format == "auto"
     return DryEngine(config, checkpoint, limits, weight_format, architecture_of("cuda"), known)
+
+
+def agree_on_scales(group: RankGroup, *roots: nn.Module | None) -> None:
+    """Replace the largest scale of each weight by that of all ranks.
+
+    It chooses the decoder of the weight's kernels. A rank has read the scales of its rows only, so
+    ranks could launch different kernels, and one could compile while the others wait. No bit
+    depends on the choice.
+    """
+    weights = [
+        weight
+        for weight in quantized_weights(*roots)
+        if isinstance(weight, IntWeight) and weight.has_fma_decoder
+    ]
+    if group.size == 1 or not weights:
+        return
+    local = torch.tensor([weight.max_scale for weight in weights], device=weights[0].device)
+    largest = group.all_gather(local).amax(0).tolist()
+    for weight, scale in zip(weights, largest, strict=True):
+        vars(weight)["max_scale"] = scale
 
 
 def plan_memory(

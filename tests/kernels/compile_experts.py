@@ -39,7 +39,11 @@ def layouts() -> Iterator[tuple[str, Tensor | QuantizedWeight, Tensor | Quantize
     down = (EXPERTS * HIDDEN, INNER)
     plain = torch.empty(EXPERTS, 2 * INNER, HIDDEN, dtype=torch.bfloat16, device="meta")
     yield "plain", plain, plain.new_empty(EXPERTS, HIDDEN, INNER)
-    yield "int4", IntWeight.empty(*up, device="meta"), IntWeight.empty(*down, device="meta")
+    for name, scale in (("int4", 0.0), ("int4, scales of 1", 1.0)):
+        integers = [IntWeight.empty(*shape, device="meta") for shape in (up, down)]
+        for weight in integers:
+            vars(weight)["max_scale"] = scale
+        yield name, *integers
     blocks = (Fp8Weight.empty(*shape, 128, 128, device="meta") for shape in (up, down))
     yield "fp8 by blocks", *blocks
     yield "nvfp4", Fp4Weight.empty(*up, device="meta"), Fp4Weight.empty(*down, device="meta")

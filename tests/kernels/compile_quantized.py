@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from lockstep.kernels.architecture import HOPPER, shared_memory_limit
 from lockstep.kernels.compile_target import CompileTarget, uses_mma_sync
+from lockstep.kernels.formats.weights import IntWeight, QuantizedWeight
 from lockstep.kernels.formats.weights.cases import layouts, random_weights
 from lockstep.kernels.formats.weights.operand import shared_memory_bytes
 from lockstep.kernels.linear.quantized import launch
@@ -52,10 +53,14 @@ GEMV_LAYOUTS = {
     120: ("int4", "fp8 by blocks", "nvfp4"),
 }  # fmt: skip
 """Architecture -> layouts of the register-only GEMV."""
+PIPELINE_LAYOUTS = ("int4", "int4 asymmetric", "int8", "fp8 by blocks", "nvfp4")
+"""Layouts that the pipeline serves."""
 PIPELINE_TOKENS = (8, 64, 128, 256)
 """Token counts that the pipeline is compiled for."""
-QUICK_PIPELINES = {"int4 asymmetric": (8, 256), "fp8 by blocks": (64, 128)}
-"""Layout -> token counts of --quick: one layout of 4 bits, one of 8."""
+LARGE_SCALES = "int4, scales of 1"
+"""Layout for which the pipeline has another decoder than for int4, whose scales are small."""
+QUICK_PIPELINES = {"int4": (8, 64), "int4 asymmetric": (8, 256), "fp8 by blocks": (64, 128)}
+"""Layout -> token counts of --quick: two layouts of 4 bits, one of 8."""
 MAX_STACK = 64
 """Maximum bytes of stack per thread of the register-only GEMV: a few addresses."""
 WAITS = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
@@ -181,6 +186,15 @@ def compile_gemv(arch: int, names: tuple[str, ...]) -> None:
                 print(arch, name, tile, *resource_usage(result.asm["cubin"]), flush=True)
 
 
+def _pipeline_weights(n: int, k: int) -> Iterator[tuple[str, QuantizedWeight]]:
+    """Yield (name, weight) of all layouts, then of int4 with large scales."""
+    yield from random_weights(n, k)
+    weight = IntWeight.empty(n, k)
+    weight.words.zero_()
+    weight.scales.fill_(1.0)
+    yield LARGE_SCALES, weight
+
+
 def compile_pipelines(token_counts: Mapping[str, tuple[int, ...]]) -> None:
     """Compile the largest pipeline candidate of each layout and number of tokens; check its code.
 
@@ -191,7 +205,7 @@ def compile_pipelines(token_counts: Mapping[str, tuple[int, ...]]) -> None:
     compiled = Compiled(HOPPER)
     JITFunction.run = lambda kernel, *a, **kwargs: compiled.compile(kernel, *a, **kwargs)
     two_sms = CompileTarget(HOPPER, inline_ptx=True, num_sms=2)
-    for name, weight in random_weights(4 * N, K):
+    for name, weight in _pipeline_weights(4 * N, K):
         for tokens in token_counts.get(name, ()):
             x = torch.empty(tokens, K, dtype=torch.bfloat16)
             pipelines = [tile for tile in candidates(tokens, 1, weight.bits) if tile.pipeline]
@@ -241,7 +255,7 @@ if __name__ == "__main__":
     if "--gemv" in sys.argv:
         compile_gemvs()
     elif "--pipeline" in sys.argv:
-        full = dict.fromkeys(COMPILED[90], PIPELINE_TOKENS)
+        full = dict.fromkeys((*PIPELINE_LAYOUTS, LARGE_SCALES), PIPELINE_TOKENS)
         compile_pipelines(QUICK_PIPELINES if "--quick" in sys.argv else full)
     else:
         main()

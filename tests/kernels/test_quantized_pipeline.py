@@ -2,7 +2,9 @@
 scale."""
 
 from dataclasses import replace
+from fractions import Fraction
 from itertools import product
+from math import frexp
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,15 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.architecture import HOPPER
-from lockstep.kernels.formats.weights import Fp4Weight, GgufWeight, IntWeight
+from lockstep.kernels.compile_target import CompileTarget
+from lockstep.kernels.formats.weights import FMA_SCALE_BOUND, Fp4Weight, GgufWeight, IntWeight
 from lockstep.kernels.formats.weights.cases import random_weights
+from lockstep.kernels.formats.weights.operand import (
+    FMA_INT4,
+    INT4_DECODERS,
+    choose_fma_decoder,
+    quantized_operand,
+)
 from lockstep.kernels.linear import quantized_ptx as texts
 from lockstep.kernels.linear.quantized_tuning import (
     QuantizedTile,
@@ -24,6 +33,7 @@ from lockstep.kernels.linear.quantized_tuning import (
 from tests.kernels import ptx
 from tests.kernels.backends import Backend, same_bits
 
+PAIRED_INT4 = INT4_DECODERS[torch.bfloat16, torch.bfloat16]
 KINDS = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 
 
@@ -123,6 +133,134 @@ def test_int4_dequantization_of_every_code_zero_and_scale(
         words[word] = words_with_code(code, 4 * pair + 16 * half, 0x5A3C9600)
         got = run(assembly, 8, [*words, *arguments])[4 * word + pair]
         assert equal_numbers(pairs(got, dtype)[:, half], want), (word, pair, half)
+
+
+LARGEST_SCALE = FMA_SCALE_BOUND * (1 - 2.0**-8)
+"""Largest bf16 number below the bound."""
+
+
+def fma_scales() -> Tensor:
+    """Return all bf16 numbers whose magnitude is below the bound: 0 and -0, subnormal ones too."""
+    numbers = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
+    return numbers[numbers.abs() < FMA_SCALE_BOUND]
+
+
+def fma_operands(scale: Tensor) -> list[Any]:
+    """Return the operands that the pipeline kernel prepares, in the order of the assembly."""
+    bits = scale.view(torch.int16).numpy().view(np.uint16)
+    ready = run(str(texts.FMA_SCALES.value), 2, [bits])
+    return [part.numpy().view(np.uint32) for part in ready]
+
+
+def run_fma_decoder(words: list[Any], scale: Tensor) -> list[Tensor]:
+    """Return the eight pairs of two words with these scales."""
+    operands = [part for part in fma_operands(scale) for _ in range(2)]
+    return run(str(texts.FMA_INT4_BF16.value), 8, [*words, *operands])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_fma_operands_are_exact_below_the_bound() -> None:
+    """-8 and 2^129 times every scale below the bound. At the bound the last one is infinite."""
+    scale = fma_scales()
+    assert float(scale.abs().max()) == LARGEST_SCALE
+    for factor, words in zip((-8.0, 2.0**129), fma_operands(scale), strict=True):
+        got = pairs(torch.from_numpy(words.view(np.int32)), torch.bfloat16).double()
+        assert torch.equal(got, scale.double()[:, None].expand(-1, 2) * factor)
+    above = fma_operands(torch.tensor([FMA_SCALE_BOUND], dtype=torch.bfloat16))[1]
+    assert pairs(torch.from_numpy(above.view(np.int32)), torch.bfloat16).isinf().all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_fma_dequantization_of_every_code_and_scale() -> None:
+    """16 codes x all scales below the bound, with the same code at all positions of both words."""
+    code, _, scale = all_codes(4, 1, fma_scales())
+    want = ((code - 8).float() * scale.float()).bfloat16()
+    word = (code * 0x11111111).numpy().astype(np.uint32)
+    for words in run_fma_decoder([word, word], scale):
+        for got in pairs(words, torch.bfloat16).unbind(1):
+            assert torch.equal(got, want), "torch.equal ignores the signs of zeros"
+            assert not got[got == 0].signbit().any(), "the docstring says that zeros are positive"
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_fma_dequantization_at_every_position() -> None:
+    """16 codes x some scales, at each of the eight positions of both words, among other bits."""
+    fixed = [0.0, -0.0, LARGEST_SCALE, -LARGEST_SCALE, 2.0**-133, -(2.0**-130), 0.01]
+    some = torch.cat([fma_scales()[::997], torch.tensor(fixed, dtype=torch.bfloat16)])
+    code, _, scale = all_codes(4, 1, some)
+    want = ((code - 8).float() * scale.float()).bfloat16()
+    for word, pair, half in product(range(2), range(4), range(2)):
+        words = [np.full(len(code), 0x5A3C9600, np.uint32)] * 2
+        words[word] = words_with_code(code, 4 * pair + 16 * half, 0x5A3C9600)
+        got = run_fma_decoder(words, scale)[4 * word + pair]
+        assert equal_numbers(pairs(got, torch.bfloat16)[:, half], want), (word, pair, half)
+
+
+def nearest_bf16(number: Fraction) -> Fraction:
+    """Round to 8 significant bits, ties to even; for results that are not subnormal."""
+    exponent = frexp(number)[1]
+    unit = Fraction(2) ** (exponent - 8)
+    return round(number / unit) * unit
+
+
+def test_fma_rounds_exact_sums_once() -> None:
+    """Results on the CPU against fractions: (code - 8) * scale has more bits than bf16."""
+    scale = fma_scales()[::131]
+    code, _, scale = all_codes(4, 1, scale[scale.abs() > 2.0**-100])
+    word = (code * 0x11111111).numpy().astype(np.uint32)
+    got = pairs(run_fma_decoder([word, word], scale)[0], torch.bfloat16)[:, 0]
+    for c, s, value in zip(
+        code.tolist(), scale.double().tolist(), got.double().tolist(), strict=True
+    ):
+        assert Fraction(value) == nearest_bf16((c - 8) * Fraction(s))
+
+
+@pytest.mark.parametrize(
+    ("scale", "decoder"),
+    [
+        (0.01, FMA_INT4),
+        (0.0, FMA_INT4),
+        (LARGEST_SCALE, FMA_INT4),
+        (-LARGEST_SCALE, FMA_INT4),
+        (FMA_SCALE_BOUND, PAIRED_INT4),
+        (-3e38, PAIRED_INT4),
+        (float("inf"), PAIRED_INT4),
+        (float("nan"), PAIRED_INT4),
+    ],
+)
+def test_largest_scale_chooses_the_decoder(scale: float, decoder: int) -> None:
+    """One scale of a whole weight decides, also for launches of other rows."""
+    weight = IntWeight.empty(4, 256)
+    weight.scales.fill_(0.001)
+    weight.scales[3, 1] = scale
+    target = CompileTarget(HOPPER, inline_ptx=True)
+    for part in (weight, weight.rows(0, 2), weight.rows(1, 4).rows(0, 1)):
+        (_, form) = quantized_operand(part, torch.bfloat16, 0, target)
+        assert form.decoder == PAIRED_INT4
+        assert choose_fma_decoder(form, part, torch.bfloat16) == form._replace(decoder=decoder)
+    assert weight.gather(torch.tensor([0])).max_scale == float(torch.tensor(0.001).bfloat16())
+
+
+def test_other_layouts_keep_their_decoder() -> None:
+    """Zero points, 8 bits, other dtypes of scales or of the model, and no inline PTX."""
+    half = torch.float16
+    ptx_target = CompileTarget(HOPPER, inline_ptx=True)
+    for weight, dtype, target in (
+        (IntWeight.empty(4, 256, zeros=True), torch.bfloat16, ptx_target),
+        (IntWeight.empty(4, 256, bits=8), torch.bfloat16, ptx_target),
+        (IntWeight.empty(4, 256, scale_dtype=half), torch.bfloat16, ptx_target),
+        (IntWeight.empty(4, 256, scale_dtype=torch.float32), torch.bfloat16, ptx_target),
+        (IntWeight.empty(4, 256), half, ptx_target),
+        (IntWeight.empty(4, 256, scale_dtype=half), half, ptx_target),
+        (IntWeight.empty(4, 256), torch.bfloat16, CompileTarget(HOPPER, inline_ptx=False)),
+        (Fp4Weight.empty(4, 256), torch.bfloat16, ptx_target),
+    ):
+        weight.fill_dummy(torch.Generator().manual_seed(0))
+        (_, form) = quantized_operand(weight, dtype, 0, target)
+        assert choose_fma_decoder(form, weight, dtype) == form
+    weight = IntWeight.empty(4, 256, zeros=True)
+    weight.finalize()
+    assert "max_scale" not in vars(weight), "no launch asks for it"
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -377,7 +515,7 @@ def test_stage_is_not_refilled_before_it_was_read(name: str, tokens: int) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [3, 64, 100, 200, 600])
-@pytest.mark.parametrize("name", ["nvfp4", "int4 asymmetric, fp16 scales", "fp8 by blocks"])
+@pytest.mark.parametrize("name", ["int4", "nvfp4", "int4 asymmetric, fp16 scales", "fp8 by blocks"])
 def test_stream_k_equals_dequantized(name: str, tokens: int) -> None:
     """Stream-K work ranges that end inside tiles, with one or two split-K partitions, give the bits
     of the weight dequantized first, in repeated launches."""
@@ -411,3 +549,50 @@ def test_unsplit_factors_equal_dequantized() -> None:
         if tile.pipeline:
             got = run_tile(2, False, x, weight, fit_tile(tile, weight, 2, HOPPER))
             assert same_bits(got, expected_output(2, x, weight)), tile
+
+
+@pytest.mark.gpu
+def test_fma_decoder_equals_dequantized() -> None:
+    """All scales below the bound and random codes, in every pipeline tile. x is random, or selects
+    single columns, so that each output is one dequantized value."""
+    from lockstep.kernels.linear.quantized import expected_output, run_tile
+
+    generator = torch.Generator().manual_seed(0)
+    scale = fma_scales()
+    weight = IntWeight.empty(len(scale) // 2, 256)
+    weight.words.random_(-(2**31), 2**31, generator=generator)
+    weight.scales.copy_(scale[torch.randperm(len(scale), generator=generator)].view(-1, 2))
+    weight = Backend("quantized", "cuda", torch.bfloat16).place(weight)
+    assert weight.max_scale == LARGEST_SCALE
+    selected = torch.eye(256, dtype=torch.bfloat16, device="cuda")
+    random = torch.randn(256, 256, dtype=torch.bfloat16, device="cuda")
+    for x, split_k in product((selected, random), (1, 2)):
+        want = expected_output(split_k, x, weight)
+        for tokens in (8, 16, 32, 64, 128, 256):
+            for tile in candidates(tokens, split_k, weight.bits):
+                if tile.pipeline:
+                    tile = fit_tile(tile, weight, split_k, HOPPER)
+                    got = run_tile(split_k, False, x[:tokens], weight, tile)
+                    assert same_bits(got, want[:tokens]), tile
+    values = weight.dequantize(torch.bfloat16)
+    assert torch.equal(expected_output(1, selected, weight), values.T), "sums of one value"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [FMA_SCALE_BOUND, -0.5, 3e38, float("inf"), float("nan")])
+def test_scales_above_the_bound_equal_dequantized(scale: float) -> None:
+    """One such scale changes the decoder of the whole weight, and no other output."""
+    from lockstep.kernels.linear.quantized import expected_output, run_tile
+
+    weight = IntWeight.empty(1000, 1024, device="cuda")
+    weight.fill_dummy(torch.Generator("cuda").manual_seed(0))
+    weight.scales[7, 3] = scale
+    x = torch.randn(64, 1024, dtype=torch.bfloat16, device="cuda")
+    for tokens in (8, 64):
+        want = expected_output(2, x[:tokens], weight)
+        for tile in candidates(tokens, 2, weight.bits):
+            if tile.pipeline:
+                tile = fit_tile(tile, weight, 2, HOPPER)
+                got = run_tile(2, False, x[:tokens], weight, tile)
+                assert torch.equal(got[:, 7].isnan(), want[:, 7].isnan()), tile
+                assert same_bits(got.nan_to_num(0.0), want.nan_to_num(0.0)), tile

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.kernels.backends import load
 from lockstep.kernels.exchange.group import DryGroup
-from lockstep.kernels.formats.weights import Fp4Weight, quantize_int
+from lockstep.kernels.formats.weights import Fp4Weight, IntWeight, QuantizedWeight, quantize_int
 from lockstep.kernels.fp8_linear import fp8_linear
 from lockstep.kernels.linear import linear, partition_length
 from lockstep.kernels.linear.probe import Probed
@@ -297,18 +297,28 @@ def test_partitions_of_a_last_gemm_follow_from_its_outputs_on_all_ranks(
     assert set(counts) == {(1, split_k)}
 
 
-def test_nvfp4_launches_do_not_synchronize() -> None:
-    """A captured step may be the first to launch a weight, and may read no value of it."""
-    weight = Fp4Weight.empty(4, 128)
+def finished(weight: QuantizedWeight) -> None:
+    """Finish a Gemm that keeps this weight, as it is kept on a GPU."""
     weight.fill_dummy(torch.Generator().manual_seed(0))
     product = Gemm(BuildContext("cpu", torch.bfloat16, 1, 1), 128, [(None, 4)])
     product.weight = None
     product.quantized = weight
     product.prepack = None
     product.finish()
+
+
+def test_launches_do_not_synchronize() -> None:
+    """A captured step may be the first to launch a weight, and may read no value of it."""
+    weight = Fp4Weight.empty(4, 128)
+    finished(weight)
     weight.factors.fill_(float("nan"))
     assert "has_split_factors" in vars(weight)
     assert weight.has_split_factors and weight.rows(1, 3).has_split_factors
+    integers = IntWeight.empty(4, 128)
+    finished(integers)
+    integers.scales.fill_(float("nan"))
+    assert "max_scale" in vars(integers)
+    assert 0 < integers.max_scale == integers.rows(1, 3).max_scale < 1
 
 
 @pytest.fixture

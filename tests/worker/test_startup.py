@@ -1,18 +1,26 @@
 """GPU memory is planned before a model is built, and again if a measured step needs more. The GPU's
 answers are faked."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from math import isnan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from lockstep.config import EngineConfig
 from lockstep.errors import CapacityError
 from lockstep.kernels.architecture import architecture_by_name
 from lockstep.kernels.backends import load as load_backends
 from lockstep.kernels.exchange import ALONE
+from lockstep.kernels.formats.weights import IntWeight
+from lockstep.layers.build_context import BuildContext
+from lockstep.layers.linear import Weight
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.step import StepShape
 from lockstep.worker import startup
@@ -21,8 +29,15 @@ from lockstep.worker.dry_run import PassBytes
 from lockstep.worker.memory_estimate import GraphBytes
 from lockstep.worker.memory_planner import Planner, UserSizes
 from lockstep.worker.row_table import StepInputs
-from lockstep.worker.startup import Fitting, Planned, dry_engine_of, plan_memory
+from lockstep.worker.startup import (
+    Fitting,
+    Planned,
+    agree_on_scales,
+    dry_engine_of,
+    plan_memory,
+)
 from lockstep.worker.step_shapes import padded_prompt_step
+from tests.thread_ranks import ThreadGroup
 from tests.tiny_model import make_model
 from tests.worker.test_memory_planner import COLUMNS, GB, FixedCosts
 
@@ -50,6 +65,34 @@ def plan_of(folder: Path, **settings: Any) -> Planned:
     limits = step_limits(config, checkpoint, "cuda", None, assumed_numerics="sm_86")
     load_backends()
     return plan_memory(config, limits, dry_engine_of(config, checkpoint, limits, None), ALONE)
+
+
+def test_ranks_agree_on_the_largest_scales() -> None:
+    """A rank has some rows of a weight: the largest scale of all ranks counts, and NaN if there is
+    one. A weight whose launches do not depend on its scales is left out."""
+    scales_of_ranks = (((0.25, 0.001), (0.5, 0.125)), ((0.5, 0.25), (0.125, float("nan"))))
+    barrier = threading.Barrier(2)
+    parts: list[Any] = [None, None]
+
+    def agree(index: int) -> list[float]:
+        weights = [IntWeight.empty(2, 256) for _ in range(2)]
+        for weight, scales in zip(weights, scales_of_ranks[index], strict=True):
+            weight.scales.copy_(torch.tensor(scales)[:, None].expand(2, 2))
+        other = IntWeight.empty(2, 256, zeros=True)
+        model = nn.ModuleList()
+        for part in (other, *weights):
+            part.finalize()
+            holder = Weight(BuildContext("cpu", torch.bfloat16, 1, 1), 256, [(None, 2)])
+            holder.quantized = part
+            model.append(holder)
+        agree_on_scales(ThreadGroup(index, parts, barrier), model, None)
+        assert "max_scale" not in vars(other)
+        return [weight.rows(0, 1).max_scale for weight in weights]
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(agree, range(2)))
+    assert [first for first, _ in results] == [0.5, 0.5]
+    assert all(isnan(second) for _, second in results)
 
 
 def test_other_processes_and_utilization_bound_available_memory(gpu: Any, tmp_path: Path) -> None:

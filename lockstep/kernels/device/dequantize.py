@@ -7,6 +7,9 @@ fewer instructions for the same bits:
 - 4-bit integers whose scales have the model's dtype: code - zero is exact in that dtype, and a
   product of two bf16 (fp16) numbers rounded once equals the fp32 product rounded once. Two codes
   per instruction.
+- 4-bit integers without zero points whose bf16 scales are below a bound: one fma of the code as a
+  subnormal number, the scale 2^133 (or 2^129) times larger, and -8 * scale. The fma rounds once.
+  Two codes per instruction.
 - 4-bit integers with fp16 scales in a bf16 model: the scale is split into hi + lo, both bf16.
   (code - zero) * lo has at most 6 bits, so it is exact; fma(code - zero, hi, that) rounds once.
 - Generic integers: 2^23 + code is an fp32 number, made by OR-ing the code into its mantissa; one
@@ -62,6 +65,7 @@ CVT_E4M3 = tl.constexpr(3)
 FP16_E2M1 = tl.constexpr(4)
 SPLIT_FACTOR_FP4 = tl.constexpr(5)
 WORD_GGUF = tl.constexpr(6)
+FMA_INT4 = tl.constexpr(7)
 
 MINUS_136 = tl.constexpr(0xC308C308 - (1 << 32))
 """Two bf16 numbers -(128 + 8): the offset of symmetric codes in the paired decoder."""

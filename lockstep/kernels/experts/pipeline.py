@@ -20,6 +20,7 @@ from lockstep.kernels.formats.weights import K_BLOCK, Fp4Weight, QuantizedWeight
 from lockstep.kernels.formats.weights.dequantize_tile import WeightFormat
 from lockstep.kernels.formats.weights.operand import (
     TL_DTYPES,
+    choose_fma_decoder,
     has_irregular_groups,
     quantized_operand,
 )
@@ -102,6 +103,7 @@ def _scale_args(
 ) -> tuple[tuple[Any, ...], tuple[int, int, int], WeightFormat]:
     """Return (scales, zeros, factors), (blocks, scale_row_offset, scale_stride), the format."""
     operand, form = quantized_operand(weight, dtype, 0, target)
+    form = choose_fma_decoder(form, weight, dtype)
     scales = operand.scales
     stride = operand.scale_stride
     if isinstance(weight, Fp4Weight):  # four e4m3 scales are read as one word

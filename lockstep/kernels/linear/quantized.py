@@ -24,6 +24,7 @@ from lockstep.kernels.formats.weights.dequantize_tile import WeightOperand
 from lockstep.kernels.formats.weights.operand import (
     SPLIT_FACTOR_FP4,
     TL_DTYPES,
+    choose_fma_decoder,
     fit_block_k,
     group_size_of,
     has_irregular_groups,
@@ -158,6 +159,7 @@ def _launch_pipeline(
     if x.stride(0) % 8 or x.data_ptr() % 16:  # TMA needs 16-byte aligned rows
         x = x.clone(memory_format=torch.contiguous_format)
     operand, form = quantized_operand(weight, x.dtype, 0, target)
+    form = choose_fma_decoder(form, weight, x.dtype)
     scales = operand.scales
     scale_stride = operand.scale_stride
     if isinstance(weight, Fp4Weight):

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lockstep.kernels.device.dependent_launch import pdl_start
 from lockstep.kernels.device.dequantize import (
+    FMA_INT4,
     FP4,
     FP8,
     GENERIC,
@@ -49,6 +50,9 @@ from lockstep.kernels.linear.quantized_ptx import (
     E4M3_TO_BF16_BY_PARITY,
     E4M3_TO_FP16,
     FACTOR_MISMATCH,
+    FMA_INT4_BF16,
+    FMA_INT4_CONSTRAINTS,
+    FMA_SCALES,
     FP4_BF16,
     FP4_CONSTRAINTS,
     FP4_FP16,
@@ -202,6 +206,12 @@ def _prepare_scales(scales, factor, PART: gl.constexpr, FORMAT: gl.constexpr, ZE
         if ZEROS:
             zero = scales[1].to(gl.float32)
         return scales[0].to(gl.float32)[:, None], (8388608.0 + zero)[:, None]
+    elif FORMAT.decoder == FMA_INT4:
+        offset, large = gl.inline_asm_elementwise(
+            FMA_SCALES, "=&r,=&r,h", [scales[0]],
+            dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+        return offset[:, None], large[:, None]
     else:
         zero = gl.full(scales[0].shape, 8.0, gl.float32, scales[0].type.layout)
         if ZEROS:
@@ -232,6 +242,11 @@ def _dequantize_4bit(words, operands, FORMAT: gl.constexpr, DTYPE: gl.constexpr,
         FP4_PTX: gl.constexpr = FP4_BF16 if DTYPE == gl.bfloat16 else FP4_FP16
         v = gl.inline_asm_elementwise(
             FP4_PTX, FP4_CONSTRAINTS, [words, operands[0], operands[1], operands[2]],
+            dtype=repeat_dtype(DTYPE, 8), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif FORMAT.decoder == FMA_INT4:
+        v = gl.inline_asm_elementwise(
+            FMA_INT4_BF16, FMA_INT4_CONSTRAINTS, [words, operands[0], operands[1]],
             dtype=repeat_dtype(DTYPE, 8), is_pure=True, pack=2,
         )  # fmt: skip
     elif FORMAT.decoder == SPLIT_SCALE_INT4:

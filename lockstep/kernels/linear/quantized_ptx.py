@@ -42,6 +42,30 @@ def _int4_ptx(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
     return _with_constraints(8, "r" * 6, lines)
 
 
+def _fma_int4_ptx() -> tuple[gl.constexpr, gl.constexpr]:
+    """Return the PTX of symmetric 4-bit integers with bf16 scales: eight pairs, one fma each.
+
+    Operands: two words, -8 * scale, 2^129 * scale. A code that begins at bit 4 of a bf16 word is
+    code / 2^129 (see _split_scale_int4_ptx). The fma adds code * scale, which is exact in it, to
+    -8 * scale, and rounds once. So the result is (code - 8) * scale, rounded once: the definition.
+
+    Every zero that it returns is positive. In the definition the sign of a zero is that of code - 8
+    times that of the scale. A sum of products has the same bits: it begins at +0, and neither a
+    product of +0 nor one of -0 changes it.
+    """
+    lines = [".reg .b32 t;"]
+    for word in range(2):
+        source = f"${8 + word}"
+        for pair in range(4):
+            if pair == 0:
+                lines.append(f"shl.b32 t, {source}, 4;")
+            elif pair > 1:
+                lines.append(f"shr.u32 t, {source}, {4 * pair - 4};")
+            lines.append(f"and.b32 t, {source if pair == 1 else 't'}, 0x00f000f0;")
+            lines.append(f"fma.rn.bf16x2 ${4 * word + pair}, t, $12, $10;")
+    return _with_constraints(8, "r" * 6, lines)
+
+
 def _split_scale_int4_ptx() -> tuple[gl.constexpr, gl.constexpr]:
     """Return the PTX of 4-bit integers with fp16 scales in a bf16 model: eight pairs.
 
@@ -215,6 +239,7 @@ GENERIC_INT4_BF16, GENERIC_INT4_CONSTRAINTS = _generic_int4_ptx("bf16")
 GENERIC_INT4_FP16, _ = _generic_int4_ptx("f16")
 INT4_BF16, INT4_CONSTRAINTS = _int4_ptx("bf16")
 INT4_FP16, _ = _int4_ptx("f16")
+FMA_INT4_BF16, FMA_INT4_CONSTRAINTS = _fma_int4_ptx()
 SPLIT_SCALE_BF16, SPLIT_SCALE_CONSTRAINTS = _split_scale_int4_ptx()
 FP8_BF16, FP8_CONSTRAINTS = _fp8_ptx("bf16")
 FP8_FP16, _ = _fp8_ptx("f16")
@@ -249,6 +274,18 @@ E4M3_TO_BF16_BY_PARITY = gl.constexpr("""
 """)
 """Four unsigned e4m3 codes of a word, none NaN, times 2^7 in bf16: the first and the third, then
 the second and the fourth. Their bits are those of bf16 numbers 2^120 times smaller."""
+FMA_SCALES = gl.constexpr("""
+{
+    .reg .b32 s, minus_8, minus_2_126;
+    mov.b32 minus_8, 0xc100c100;
+    mov.b32 minus_2_126, 0xfe80fe80;
+    mov.b32 s, {$2, $2};
+    mul.rn.bf16x2 $0, s, minus_8;
+    mul.rn.bf16x2 $1, $0, minus_2_126;
+}
+""")
+"""A bf16 scale times -8 and 2^129, each twice in a register. 2^129 is no bf16 number, so the second
+product is the first one times -2^126. Both are exact, also for subnormal scales."""
 SPLIT_SCALE = gl.constexpr("""
 {
     .reg .b32 h;

@@ -10,7 +10,7 @@ from lockstep.kernels.formats.weights.contract import dequantize_weight
 from lockstep.kernels.formats.weights.fp4 import MAX_FP4_FACTOR, Fp4Weight
 from lockstep.kernels.formats.weights.fp8 import Fp8Weight
 from lockstep.kernels.formats.weights.gguf import GGUF_TYPES, GgufType, GgufWeight
-from lockstep.kernels.formats.weights.integer import IntWeight
+from lockstep.kernels.formats.weights.integer import FMA_SCALE_BOUND, IntWeight
 from lockstep.kernels.formats.weights.quantize import quantize_fp8, quantize_int
 from lockstep.kernels.formats.weights.quantized_weight import (
     GroupedCodes,
@@ -25,6 +25,7 @@ from lockstep.kernels.formats.weights.word_order import (
 )
 
 __all__ = [
+    "FMA_SCALE_BOUND",
     "Fp4Weight",
     "Fp8Weight",
     "GGUF_TYPES",

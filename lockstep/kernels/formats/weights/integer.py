@@ -1,6 +1,7 @@
 """IntWeight: 4-bit and 8-bit integers with scales and zero points per group."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -13,6 +14,13 @@ from lockstep.kernels.formats.weights.quantized_weight import (
 )
 from lockstep.kernels.formats.weights.word_order import pack_codes, words_per_row
 
+FMA_SCALE_BOUND = 2.0**-1
+"""Bound of the magnitude of bf16 scales, below which one fma dequantizes a pair of 4-bit codes.
+
+The decoder takes scales 2^129 times larger (quantized_ptx.py). They must be finite in bf16, whose
+largest number is (2 - 2^-7) * 2^127. So the largest scale is (2 - 2^-7) * 2^-2.
+"""
+
 
 @dataclass(frozen=True)
 class IntWeight(QuantizedWeight):
@@ -21,18 +29,46 @@ class IntWeight(QuantizedWeight):
     scales: [N, G] fp16, bf16 or fp32, as in the checkpoint. zeros: zero points [N, G], whole
     numbers below 2^bits in the scales' dtype (so that one loader serves both); None: all are
     2^(bits - 1). group: column k belongs to group k // group; the last group may be partial. g_idx:
-    [K] int32, the group of each column instead (GPTQ's desc_act). width: bits of a code.
+    [K] int32, the group of each column instead (GPTQ's desc_act). width: bits of a code. parent:
+    the weight that this is a row range of, else None.
     """
+
+    derived = ("max_scale",)
 
     scales: Tensor
     zeros: Tensor | None
     g_idx: Tensor | None
     group: int
     width: int = 4
+    parent: Self | None = None
 
     @property
     def bits(self) -> int:
         return self.width
+
+    @property
+    def has_fma_decoder(self) -> bool:
+        """Return whether a bf16 model may dequantize each pair of codes by one fma.
+
+        That needs codes of 4 bits, no zero points, and bf16 scales. Their magnitude must be below
+        FMA_SCALE_BOUND, too (max_scale).
+        """
+        return self.bits == 4 and self.zeros is None and self.scales.dtype == torch.bfloat16
+
+    @cached_property
+    def max_scale(self) -> float:
+        """Return the largest magnitude of a scale; NaN if a scale is NaN.
+
+        A row range answers for its parent. The result is cached: scales must not change afterwards.
+        """
+        if self.parent is not None:
+            return self.parent.max_scale
+        low, high = torch.aminmax(self.scales)  # without a copy; both are NaN if a scale is
+        return max(-float(low), float(high))
+
+    def finalize(self) -> None:
+        if self.has_fma_decoder:  # launches of other layouts do not depend on the scales
+            super().finalize()
 
     @classmethod
     def empty(
@@ -81,7 +117,8 @@ class IntWeight(QuantizedWeight):
         zeros = None if self.zeros is None else self.zeros[begin:end]
         scales = self.scales[begin:end]
         words = self.words[begin:end]
-        return type(self)(words, self.k, scales, zeros, self.g_idx, self.group, self.width)
+        parent = self.parent or self
+        return type(self)(words, self.k, scales, zeros, self.g_idx, self.group, self.width, parent)
 
     def fill_dummy(self, generator: torch.Generator) -> None:
         self.words.random_(-(2**31), 2**31, generator=generator)

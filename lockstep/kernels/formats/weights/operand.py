@@ -10,7 +10,7 @@ from lockstep.kernels.formats.weights.dequantize_tile import K_BLOCK, WeightForm
 from lockstep.kernels.formats.weights.fp4 import FP4_GROUP, Fp4Weight
 from lockstep.kernels.formats.weights.fp8 import Fp8Weight
 from lockstep.kernels.formats.weights.gguf import SUPERBLOCK, TABLE_ZERO, GgufWeight
-from lockstep.kernels.formats.weights.integer import IntWeight
+from lockstep.kernels.formats.weights.integer import FMA_SCALE_BOUND, IntWeight
 from lockstep.kernels.formats.weights.quantized_weight import QuantizedWeight
 
 KINDS = {IntWeight: 1, Fp8Weight: 2, Fp4Weight: 3, GgufWeight: 4}
@@ -26,6 +26,7 @@ CVT_E4M3 = 3
 FP16_E2M1 = 4
 SPLIT_FACTOR_FP4 = 5
 WORD_GGUF = 6
+FMA_INT4 = 7
 TL_DTYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
@@ -167,6 +168,21 @@ def quantized_operand(
     if isinstance(weight, GgufWeight):
         return _gguf_operand(weight, operand), _gguf_format(weight, form)
     return operand, form
+
+
+def choose_fma_decoder(
+    form: WeightFormat, weight: QuantizedWeight, dtype: torch.dtype
+) -> WeightFormat:
+    """Return the format with the decoder of one fma if the scales of an IntWeight allow it.
+
+    For the pipeline kernels. Other formats, and weights with a larger scale, keep their decoder.
+    The choice never changes a bit.
+    """
+    if dtype != torch.bfloat16 or form.decoder == GENERIC or not isinstance(weight, IntWeight):
+        return form
+    if weight.has_fma_decoder and weight.max_scale < FMA_SCALE_BOUND:  # False for NaN
+        return form._replace(decoder=FMA_INT4)
+    return form
 
 
 def _gguf_operand(weight: GgufWeight, operand: WeightOperand) -> WeightOperand:
