@@ -180,9 +180,10 @@ def up_pipeline_kernel(
 ):  # fmt: skip
     """Compute some columns of act [tokens x TOP_K, n] for all tokens that chose a pair's expert.
 
-    Of several tokens' pairs of one expert only the first one's CTAs work. All tokens are in the x
-    tile; products of tokens that chose other experts are not stored. blocks: of K, rounded up.
-    LANES: a power of two, at least `pairs`.
+    Of several tokens' pairs of one expert only the first one's CTAs work. The experts of one token
+    differ; equal ids, as a null row may have, are computed twice, with the same bits. All tokens
+    are in the x tile; products of tokens that chose other experts are not stored. blocks: of K,
+    rounded up. LANES: a power of two, at least `pairs`.
     """
     x_buffers, w_buffers, full, empty = allocate_pipeline(
         x_desc, w_desc, ROWS, STAGES, BLOCKS, DTYPE
@@ -192,8 +193,6 @@ def up_pipeline_kernel(
     pair = gl.program_id(0) // tiles
     start = gl.program_id(0) % tiles * tile_width(ROWS, GATED)
     expert = _load_expert(ids_ptr, pair, experts)
-    # The experts of one token differ, and no earlier pair is searched. Equal ids, as a null row may
-    # have, are computed twice: both CTAs store the same bits.
     if LANES >= 2 * TOP_K:
         lane = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         lane_experts = gl.load(ids_ptr + lane, mask=lane < pair, other=0)

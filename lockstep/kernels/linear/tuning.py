@@ -258,11 +258,14 @@ def _has_many_partitions(n: int, dtype: torch.dtype, split_k: int) -> bool:
 
 
 def _fallback_tile(tokens: int, n: int, k: int, dtype: torch.dtype, split_k: int) -> Tile:
-    """Return a tile for any GPU since Ampere, and for Triton's interpreter."""
+    """Return a tile for any GPU since Ampere, and for Triton's interpreter.
+
+    A weight of few outputs has half of Hopper's columns per block, since there is less shared
+    memory.
+    """
     if dtype == torch.float32:
         return FP32_SMALL[0] if tokens <= 64 else FP32_LARGE[0]
     if _has_many_partitions(n, dtype, split_k):
-        # Half the columns, since other GPUs have less shared memory.
         return replace(candidates(tokens, n, k, dtype, split_k)[0], k=64, tma=False)
     if tokens <= 16:
         return Tile(16, 64, 64, 4, 4)

@@ -63,11 +63,11 @@ class IntWeight(QuantizedWeight):
         """
         if self.parent is not None:
             return self.parent.max_scale
-        low, high = torch.aminmax(self.scales)  # without a copy; both are NaN if a scale is
+        low, high = torch.aminmax(self.scales)
         return max(-float(low), float(high))
 
     def finalize(self) -> None:
-        if self.has_fma_decoder:  # launches of other layouts do not depend on the scales
+        if self.has_fma_decoder:
             super().finalize()
 
     @classmethod

@@ -175,12 +175,12 @@ def choose_fma_decoder(
 ) -> WeightFormat:
     """Return the format with the decoder of one fma if the scales of an IntWeight allow it.
 
-    For the pipeline kernels. Other formats, and weights with a larger scale, keep their decoder.
+    For the pipeline kernels. Other formats, and weights with a larger scale or NaN, keep theirs.
     The choice never changes a bit.
     """
     if dtype != torch.bfloat16 or form.decoder == GENERIC or not isinstance(weight, IntWeight):
         return form
-    if weight.has_fma_decoder and weight.max_scale < FMA_SCALE_BOUND:  # False for NaN
+    if weight.has_fma_decoder and weight.max_scale < FMA_SCALE_BOUND:
         return form._replace(decoder=FMA_INT4)
     return form
 
