@@ -59,8 +59,8 @@ PIPELINE_TOKENS = (8, 64, 128, 256)
 """Token counts that the pipeline is compiled for."""
 LARGE_SCALES = "int4, scales of 1"
 """Layout for which the pipeline has another decoder than for int4, whose scales are small."""
-QUICK_PIPELINES = {"int4": (8, 64), "int4 asymmetric": (8, 256), "fp8 by blocks": (64, 128)}
-"""Layout -> token counts of --quick: two layouts of 4 bits, one of 8."""
+QUICK_PIPELINES = {"int4": (64,), "int4 asymmetric": (8, 256), "fp8 by blocks": (128,)}
+"""Layout -> token counts of --quick: two layouts of 4 bits, one of 8, and each count once."""
 MAX_STACK = 64
 """Maximum bytes of stack per thread of the register-only GEMV: a few addresses."""
 WAITS = "WARPGROUP.DEPBAR.LE gsb0, 0x0"

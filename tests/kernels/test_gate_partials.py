@@ -37,8 +37,7 @@ def assert_equal_to_rounded_sum(backend, op, arguments, product):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("count", [2, 8])
-@pytest.mark.parametrize("length", [1, 4, COMMITTED[0]])
+@pytest.mark.parametrize(("count", "length"), [(8, 1), (2, 4), (8, COMMITTED[0])])
 def test_recurrent_form_adds_partials(backend, count, length):
     rows = len(COMMITTED)
     raw = cases.inputs(DIMS, (rows, length), backend.dtype, 1)
