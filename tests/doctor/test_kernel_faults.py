@@ -21,7 +21,7 @@ from lockstep.doctor.needs import kernels_of
 from lockstep.kernels import Op
 from lockstep.kernels.backends import uses_numba
 from lockstep.kernels.formats.kv.table import kv_format
-from lockstep.kernels.formats.weights import K_BLOCK
+from lockstep.kernels.formats.weights import K_BLOCK, Fp4Weight, IntWeight, QuantizedWeight
 from lockstep.kernels.fp8_linear import quantize_add_rms_norm, quantize_rows, quantize_silu_mul
 from lockstep.kernels.health import health_path, read_health
 from lockstep.kernels.norm import rms_norm
@@ -40,6 +40,16 @@ def children() -> Children:
 
 def examine(children: Children, backend: str, mode: str = ASYNCHRONOUS) -> Result:
     return children.run_one(Job("rms_norm", backend, "cpu", (NEED,), mode, (FAULTY,)))
+
+
+@pytest.mark.parametrize("weight", [IntWeight.empty(4, 128), Fp4Weight.empty(4, 128)])
+def test_calls_know_the_scales_of_a_weight(weight: QuantizedWeight) -> None:
+    """The first launch of the check of graphs may not wait for the device, so it reads no scale."""
+    weight.fill_dummy(torch.Generator().manual_seed(0))
+    examiner = Examiner(Job("linear", "reference", "cpu", ()), lambda message: None)
+    arguments = examiner._fresh(Case("1x4x128", dict(x=torch.zeros(1, 128), weight=weight)))
+    assert arguments["weight"] is not weight
+    assert set(weight.derived) <= vars(arguments["weight"]).keys()
 
 
 @pytest.mark.parametrize(
