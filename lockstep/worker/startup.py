@@ -169,6 +169,7 @@ class WorkerStartup:
             size = configured_cache(self.config, limits, self.build, self.cost)
             used = Used({}, ())
         else:
+            agree_on_scales(self.build.group, self.model, self.draft)
             fitting = Fitting(
                 self.config, self.build, self.layers, self.planned, self._make_program, weights
             )
@@ -202,7 +203,8 @@ class WorkerStartup:
         """Allocate the cache and warm up -> the worker, and (rows, drafts) -> ms of a step."""
         program = self._program_of(plan)
         check_served(self.build)
-        agree_on_scales(self.build.group, self.model, self.draft)
+        if self.planned is None:  # else fit_memory() did, before it ran the first passes
+            agree_on_scales(self.build.group, self.model, self.draft)
         probe_linears(self.build, self.model, plan)
         if self.device == "cuda":
             torch.cuda.empty_cache()  # a probe does not free its copies of weights

@@ -95,6 +95,45 @@ def test_ranks_agree_on_the_largest_scales() -> None:
     assert all(isnan(second) for _, second in results)
 
 
+@pytest.mark.parametrize("measures", [True, False], ids=["planned sizes", "set sizes"])
+def test_ranks_agree_on_scales_before_a_pass_runs(
+    measures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes that are measured launch the same kernels on all ranks, as those of a warm-up do."""
+    calls: list[str] = []
+
+    def record(name: str, result: object) -> Any:
+        def call(*arguments: object) -> object:
+            calls.append(name)
+            return result
+
+        return call
+
+    fitted = (limits_of(), None, SimpleNamespace(pages=1, slots=1), startup.Used({}, ()))
+    replaced = {
+        "agree_on_scales": record("agree", None),
+        "weight_bytes": lambda *models: 0,
+        "Fitting": lambda *parts: SimpleNamespace(fit=record("measure", fitted)),
+        "host_room": lambda build: None,
+        "check_served": lambda build: None,
+        "probe_linears": lambda *parts: None,
+        "Worker": lambda *parts: SimpleNamespace(warm_up=record("warm up", {})),
+    }
+    for name, function in replaced.items():
+        monkeypatch.setattr(startup, name, function)
+    monkeypatch.setattr(startup.memory, "host_pages", lambda *parts: 0)
+    monkeypatch.setattr(startup.WorkerStartup, "_program_of", lambda self, plan: None)
+    one = object.__new__(startup.WorkerStartup)
+    names = ("config", "model", "draft", "layers", "cost", "compiler")
+    build = SimpleNamespace(group=ALONE)
+    vars(one).update(dict.fromkeys(names), build=build, limits=limits_of(), device="cpu")
+    one.planned = object() if measures else None  # type: ignore[assignment]
+    if measures:
+        one.fit_memory()
+    one.start(SimpleNamespace(), lambda *progress: None)  # type: ignore[arg-type]
+    assert calls == ["agree", *["measure"] * measures, "warm up"]
+
+
 def test_other_processes_and_utilization_bound_available_memory(gpu: Any, tmp_path: Path) -> None:
     folder = make_model(tmp_path)
     gpu.free = 20 * GB
