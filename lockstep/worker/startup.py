@@ -13,7 +13,6 @@ from lockstep.cache.specs import Cached
 from lockstep.config import EngineConfig, Plan, StepLimits
 from lockstep.kernels.architecture import architecture_of
 from lockstep.kernels.exchange import ALONE, RankGroup
-from lockstep.kernels.formats.weights import IntWeight
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import quantized_weights
 from lockstep.layers.memory_budget import MemoryBudget
@@ -160,7 +159,8 @@ class WorkerStartup:
 
     @torch.inference_mode()
     def fit_memory(self) -> MemoryFit:
-        """Return the sizes that fit. Raises CapacityError where nothing does."""
+        """Return the sizes that fit. All ranks call it. Raises CapacityError where nothing fits."""
+        agree_on_scales(self.build.group, self.model, self.draft)
         weights = weight_bytes(self.model, self.draft)
         if self.planned is None:
             memory.check_table(self.build.memory_budget, self.limits, self.model.config.vocab_size)
@@ -169,7 +169,6 @@ class WorkerStartup:
             size = configured_cache(self.config, limits, self.build, self.cost)
             used = Used({}, ())
         else:
-            agree_on_scales(self.build.group, self.model, self.draft)
             fitting = Fitting(
                 self.config, self.build, self.layers, self.planned, self._make_program, weights
             )
@@ -203,8 +202,6 @@ class WorkerStartup:
         """Allocate the cache and warm up -> the worker, and (rows, drafts) -> ms of a step."""
         program = self._program_of(plan)
         check_served(self.build)
-        if self.planned is None:  # else fit_memory() did, before it ran the first passes
-            agree_on_scales(self.build.group, self.model, self.draft)
         probe_linears(self.build, self.model, plan)
         if self.device == "cuda":
             torch.cuda.empty_cache()  # a probe does not free its copies of weights
@@ -286,23 +283,21 @@ def dry_engine_of(
 
 
 def agree_on_scales(group: RankGroup, *roots: nn.Module | None) -> None:
-    """Replace the largest scale of each weight by that of all ranks.
+    """Replace what each rank derived from its rows of quantized weights by what all rows say.
 
-    It chooses the decoder of the weight's kernels. A rank has read the scales of its rows only, so
-    ranks could launch different kernels, and one could compile while the others wait. No bit
-    depends on the choice.
+    Of numbers the largest counts; a property that is true or false must be true on all ranks. They
+    choose the decoder of a weight's kernels. So ranks could launch different kernels, and one could
+    compile while the others wait. No bit depends on the choice.
     """
-    weights = [
-        weight
-        for weight in quantized_weights(*roots)
-        if isinstance(weight, IntWeight) and weight.has_fma_decoder
-    ]
-    if group.size == 1 or not weights:
+    derived = [(weight, name) for weight in quantized_weights(*roots) for name in weight.derived]
+    if group.size == 1 or not derived:
         return
-    local = torch.tensor([weight.max_scale for weight in weights], device=weights[0].device)
-    largest = group.all_gather(local).amax(0).tolist()
-    for weight, scale in zip(weights, largest, strict=True):
-        vars(weight)["max_scale"] = scale
+    values = [getattr(weight, name) for weight, name in derived]
+    local = torch.tensor(list(map(float, values)), device=derived[0][0].device)
+    ranks = group.all_gather(local)
+    agreed = zip(derived, values, ranks.amax(0).tolist(), ranks.amin(0).tolist(), strict=True)
+    for (weight, name), value, high, low in agreed:
+        vars(weight)[name] = bool(low) if isinstance(value, bool) else high
 
 
 def plan_memory(

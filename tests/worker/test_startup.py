@@ -18,7 +18,7 @@ from lockstep.errors import CapacityError
 from lockstep.kernels.architecture import architecture_by_name
 from lockstep.kernels.backends import load as load_backends
 from lockstep.kernels.exchange import ALONE
-from lockstep.kernels.formats.weights import IntWeight
+from lockstep.kernels.formats.weights import Fp4Weight, IntWeight
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Weight
 from lockstep.models.checkpoint import Checkpoint
@@ -95,10 +95,31 @@ def test_ranks_agree_on_the_largest_scales() -> None:
     assert all(isnan(second) for _, second in results)
 
 
-@pytest.mark.parametrize("measures", [True, False], ids=["planned sizes", "set sizes"])
-def test_ranks_agree_on_scales_before_a_pass_runs(
-    measures: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_agree_on_factors_that_split() -> None:
+    """1.7083332538604736 in bf16 hi + lo would change a product: see has_split_factors."""
+    barrier = threading.Barrier(2)
+    parts: list[Any] = [None, None]
+
+    def agree(index: int) -> list[bool]:
+        weights = [Fp4Weight.empty(2, 64) for _ in range(2)]
+        for weight in weights:
+            weight.fill_dummy(torch.Generator().manual_seed(0))
+        if index:
+            weights[1].factors[0] = 1.7083332538604736
+        model = nn.ModuleList()
+        for part in weights:
+            part.finalize()
+            holder = Weight(BuildContext("cpu", torch.bfloat16, 1, 1), 64, [(None, 2)])
+            holder.quantized = part
+            model.append(holder)
+        agree_on_scales(ThreadGroup(index, parts, barrier), model)
+        return [weight.has_split_factors for weight in weights]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(agree, range(2))) == [[True, False]] * 2
+
+
+def test_ranks_agree_on_scales_before_a_pass_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes that are measured launch the same kernels on all ranks, as those of a warm-up do."""
     calls: list[str] = []
 
@@ -115,23 +136,17 @@ def test_ranks_agree_on_scales_before_a_pass_runs(
         "weight_bytes": lambda *models: 0,
         "Fitting": lambda *parts: SimpleNamespace(fit=record("measure", fitted)),
         "host_room": lambda build: None,
-        "check_served": lambda build: None,
-        "probe_linears": lambda *parts: None,
-        "Worker": lambda *parts: SimpleNamespace(warm_up=record("warm up", {})),
     }
     for name, function in replaced.items():
         monkeypatch.setattr(startup, name, function)
     monkeypatch.setattr(startup.memory, "host_pages", lambda *parts: 0)
-    monkeypatch.setattr(startup.WorkerStartup, "_program_of", lambda self, plan: None)
     one = object.__new__(startup.WorkerStartup)
     names = ("config", "model", "draft", "layers", "cost", "compiler")
     build = SimpleNamespace(group=ALONE)
     vars(one).update(dict.fromkeys(names), build=build, limits=limits_of(), device="cpu")
-    one.planned = object() if measures else None  # type: ignore[assignment]
-    if measures:
-        one.fit_memory()
-    one.start(SimpleNamespace(), lambda *progress: None)  # type: ignore[arg-type]
-    assert calls == ["agree", *["measure"] * measures, "warm up"]
+    one.planned = object()  # type: ignore[assignment]
+    one.fit_memory()
+    assert calls == ["agree", "measure"]
 
 
 def test_other_processes_and_utilization_bound_available_memory(gpu: Any, tmp_path: Path) -> None:

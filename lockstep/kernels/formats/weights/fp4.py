@@ -35,11 +35,13 @@ class Fp4Weight(QuantizedWeight):
     parent: the weight that this is a row range of, else None.
     """
 
-    derived = ("has_split_factors",)
-
     scales: Tensor
     factors: Tensor
     parent: Self | None = None
+
+    @property
+    def derived(self) -> tuple[str, ...]:
+        return ("has_split_factors",)
 
     @property
     def bits(self) -> int:

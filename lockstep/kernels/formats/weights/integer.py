@@ -33,8 +33,6 @@ class IntWeight(QuantizedWeight):
     the weight that this is a row range of, else None.
     """
 
-    derived = ("max_scale",)
-
     scales: Tensor
     zeros: Tensor | None
     g_idx: Tensor | None
@@ -55,6 +53,10 @@ class IntWeight(QuantizedWeight):
         """
         return self.bits == 4 and self.zeros is None and self.scales.dtype == torch.bfloat16
 
+    @property
+    def derived(self) -> tuple[str, ...]:
+        return ("max_scale",) * self.has_fma_decoder
+
     @cached_property
     def max_scale(self) -> float:
         """Return the largest magnitude of a scale; NaN if a scale is NaN.
@@ -65,10 +67,6 @@ class IntWeight(QuantizedWeight):
             return self.parent.max_scale
         low, high = torch.aminmax(self.scales)
         return max(-float(low), float(high))
-
-    def finalize(self) -> None:
-        if self.has_fma_decoder:
-            super().finalize()
 
     @classmethod
     def empty(

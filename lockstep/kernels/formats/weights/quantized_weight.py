@@ -8,7 +8,7 @@ these classes.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import ClassVar, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -41,11 +41,13 @@ class GroupedCodes(NamedTuple):
 class QuantizedWeight(ABC):
     """Weight [N, K] in fewer bits. words [N, W] int32: its codes; k: K, without padding."""
 
-    derived: ClassVar[tuple[str, ...]] = ()
-    """Names of the cached properties that launches read."""
-
     words: Tensor
     k: int
+
+    @property
+    def derived(self) -> tuple[str, ...]:
+        """Names of the cached properties that launches read."""
+        return ()
 
     @property
     @abstractmethod
