@@ -20,7 +20,6 @@ from lockstep.kernels.arguments import Arguments, fresh, outputs, same_bits, ten
 from lockstep.kernels.backends import all_ops
 from lockstep.kernels.backends import load as load_backends
 from lockstep.kernels.canaries import Canaries
-from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.formats.weights.fp8 import e4m3_values
 from lockstep.kernels.registry import Op
 from lockstep.kernels.row_subsets import ROWS, count_rows, take_rows
@@ -223,12 +222,7 @@ class Examiner:
         return first
 
     def _fresh(self, case: Case) -> Arguments:
-        """Return copies of the arguments on the device, with weights finalized as loaded ones."""
-        arguments = fresh(case.arguments, self.job.device)
-        for value in arguments.values():
-            if isinstance(value, QuantizedWeight):
-                value.finalize()  # a launch before a capture may not wait for their scales
-        return arguments
+        return fresh(case.arguments, self.job.device)
 
     def _check_reference(self, case: Case, first: dict[str, Tensor], dtype: torch.dtype) -> None:
         """Compare with the reference on the CPU: bits on a CPU, else numbers."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.kernels.formats.weights import QuantizedWeight
 from lockstep.kernels.registry import Op
 
 Arguments = dict[str, Any]
@@ -19,14 +20,20 @@ The padded rows of a step all write their state to the null slot, which nothing 
 
 
 def place(value: Any, device: torch.device | str) -> Any:
-    """Return arguments on a device; tensors that are there already are not copied."""
+    """Return arguments on a device; tensors that are there already are not copied.
+
+    Quantized weights are finalized, as loaded ones are: no launch reads their scales.
+    """
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, dict):
         return {name: place(part, device) for name, part in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = {f.name: place(getattr(value, f.name), device) for f in dataclasses.fields(value)}
-        return type(value)(**parts)
+        placed = type(value)(**parts)
+        if isinstance(placed, QuantizedWeight):
+            placed.finalize()
+        return placed
     return value
 
 
