@@ -202,7 +202,9 @@ class Gemm(Weight):
             self.split_k = choose_fp8_split_k(columns, k, build.device)
         else:
             traits = (build.device, quantized, build.dtype)
-            self.split_k = choose_split_k(weight_columns or columns, k, *traits, fused=columns)
+            self.split_k = choose_split_k(
+                weight_columns or columns, k, *traits, layer_outputs=columns
+            )
         self.allow_partials = allow_partials
         kind = type(self.quantized).__name__ if quantized else ""
         self.linear = build.linear_op(self.product, n=n, k=k, quantized=kind)

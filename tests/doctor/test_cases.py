@@ -22,7 +22,7 @@ def test_partitions_of_a_rank_are_those_of_the_whole_weight(
     """A rank has half of the output columns. That must not change how K is split."""
     chosen: list[int] = []
 
-    def choose(n: int, *rest: object, fused: int = 0) -> int:
+    def choose(n: int, *rest: object, layer_outputs: int | None = None) -> int:
         chosen.append(n)
         return 2 if n < NARROW else 1
 

@@ -119,13 +119,12 @@ def test_split_k_of_few_outputs():
         assert choose_split_k(n, k, "cuda") == count, (n, k)
         assert choose_split_k(n, k, "cpu") == 1
         if n <= 128:
-            assert choose_split_k(n, k, "cuda", fused=16480) == count
-    assert choose_split_k(129, 5120, "cuda", fused=16480) == 1
-    assert choose_split_k(96, 5120, "cuda", quantized=True, fused=16480) == 1
-    assert choose_split_k(96, 5120, "cuda", quantized=True, fused=4096) == 4
-    assert choose_split_k(96, 5120, "cuda", dtype=torch.float32, fused=16480) == 16
-    for n in (64, 96):
-        assert choose_fp8_split_k(n, 5120, "cuda") == 2  # its kernels add up two at most
+            assert choose_split_k(n, k, "cuda", layer_outputs=16480) == count
+    assert choose_split_k(129, 5120, "cuda", layer_outputs=16480) == 1
+    assert choose_split_k(96, 5120, "cuda", quantized=True, layer_outputs=16480) == 1
+    assert choose_split_k(96, 5120, "cuda", quantized=True, layer_outputs=4096) == 4
+    assert choose_split_k(96, 5120, "cuda", dtype=torch.float32, layer_outputs=16480) == 16
+    assert {choose_fp8_split_k(n, 5120, "cuda") for n in (64, 96)} == {2}, "its kernels' maximum"
 
 
 @pytest.mark.parametrize("arch", ["sm90", "sm80"])

@@ -17,8 +17,7 @@ from lockstep.kernels.activations import silu_mul
 from lockstep.kernels.formats.weights import K_BLOCK, Fp8Weight, pack_codes, unpack_codes
 from lockstep.kernels.formats.weights.fp8 import e4m3_values
 from lockstep.kernels.formats.weights.quantize import MAX_E4M3
-from lockstep.kernels.linear import choose_split_k, partition_length, tree_sum, write_out
-from lockstep.kernels.linear.contract import FEW_OUTPUTS
+from lockstep.kernels.linear import choose_plain_split_k, partition_length, tree_sum, write_out
 from lockstep.kernels.linear.prepacked import PrepackedWeight
 from lockstep.kernels.norm import add_rms_norm
 from lockstep.kernels.registry import op
@@ -148,7 +147,7 @@ def choose_fp8_split_k(n: int, k: int, device: str) -> int:
     registers. Plain weights in fp32 or of few outputs have other partitions, and quantized weights
     have four.
     """
-    return choose_split_k(max(n, FEW_OUTPUTS + 1), k, device)
+    return choose_plain_split_k(n, k, device)
 
 
 @op(needed_for="FP8 activations")

@@ -1,6 +1,7 @@
 """linear: y = x W^T with one fixed reduction tree per weight, whatever the number of rows."""
 
 from lockstep.kernels.linear.contract import (
+    choose_plain_split_k,
     choose_split_k,
     dequantized,
     draft_linear,
@@ -17,6 +18,7 @@ __all__ = [
     "linear",
     "write_out",
     "partition_length",
+    "choose_plain_split_k",
     "choose_split_k",
     "sum_partials",
     "tree_sum",

@@ -45,7 +45,7 @@ def choose_split_k(
     device: str,
     quantized: bool = False,
     dtype: torch.dtype = torch.bfloat16,
-    fused: int = 0,
+    layer_outputs: int | None = None,
 ) -> int:
     """Return the number of split-K partitions of a weight [n, k]. It is part of the op's numerics.
 
@@ -57,13 +57,13 @@ def choose_split_k(
 
     Args:
         n: outputs on all ranks.
-        fused: outputs of all weights of the linear layer, which count instead of n unless the
-            weight is dense and has few outputs. 0: those of this weight.
+        layer_outputs: outputs of all weights of the linear layer, which count instead of n unless
+            the weight is dense and has few outputs. None: this weight is the layer's only one.
     """
     few_outputs = not quantized and n <= FEW_OUTPUTS
     if not few_outputs:
-        n = fused or n
-    if device.partition(":")[0] == "cpu" or n >= NARROW:
+        n = layer_outputs or n
+    if _is_whole(n, device):
         return 1
     if quantized:
         fitting = (s for s in QUANTIZED_SPLIT_K if k % K_BLOCK == 0 and k >= s * MIN_PARTITION)
@@ -72,7 +72,19 @@ def choose_split_k(
         return next((s for s in FP32_SPLIT_K if k % s == 0 and k >= s * MIN_FP32_PARTITION), 1)
     if few_outputs and k >= MIN_FEW_OUTPUTS_COLUMNS:
         return next((s for s in FEW_OUTPUTS_SPLIT_K if k % (s * K_BLOCK) == 0), 1)
+    return choose_plain_split_k(n, k, device)
+
+
+def choose_plain_split_k(n: int, k: int, device: str) -> int:
+    """Return the number of split-K partitions of a 16-bit weight [n, k] of many outputs: 1 or 2."""
+    if _is_whole(n, device):
+        return 1
     return 2 if k >= 4 * MIN_PARTITION and k % (2 * MIN_PARTITION) == 0 else 1
+
+
+def _is_whole(n: int, device: str) -> bool:
+    """Return whether no weight of n outputs is split along K."""
+    return device.partition(":")[0] == "cpu" or n >= NARROW
 
 
 def partition_length(k: int, split_k: int) -> int:
