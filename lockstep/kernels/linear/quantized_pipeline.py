@@ -81,9 +81,9 @@ EARLY_TOKENS = gl.constexpr(16)
 """Maximum tokens of a tile whose weights are copied early.
 
 H200, 2026-11-30, without and with early copies and prefetches of dense weights: steps of one row
-took 2.50 and 2.44 ms (Qwen3.6-35B-A3B FP8), 7.85 and 7.88 ms (27B int4). Of 64 rows, where the
-first product waits for more bytes, they took 17.62 and 18.19 ms (27B FP8, the former on another
-day). 16 is an estimate between.
+took 2.50 and 2.44 ms (Qwen3.6-35B-A3B FP8), 7.85 and 7.88 ms (27B int4). At 64 rows they took 18.19
+ms with early copies (27B FP8), and 17.51 to 18.08 without them on two machines. So 16 is an
+estimate: with more tokens the first product waits for more bytes.
 """
 
 
