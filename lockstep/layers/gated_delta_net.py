@@ -95,9 +95,8 @@ class GatedDeltaNet(nn.Module):
                 ),
                 "in_proj_ba": partial(grouped_rows, key_heads, (values_per_key, values_per_key)),
             }
-        # The ops add split-K partials of b and a, the second half, if these have their own GEMM.
-        second = len(projections) // 2
-        self.in_proj = Linear(build, hidden, projections, orders=orders, partials_from=second)
+        first_gate = len(projections) // 2
+        self.in_proj = Linear(build, hidden, projections, orders=orders, partials_from=first_gate)
         taps = build.empty(kernel, 1, self.channels)  # the layout in which the op reads it
         self.conv = nn.Parameter(taps.permute(2, 1, 0), requires_grad=False)
         self.a_log = build.empty(value_heads, dtype=torch.float32)
@@ -121,19 +120,19 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor | QuantizedRows, ctx: ForwardContext) -> Tensor:
         projected, gates = self.in_proj.split_partials(x, ctx)
         if gates.dim() > 2:
-            gates = gates.transpose(0, 1)  # tokens first, since a pass over several steps cuts them
+            gates = gates.transpose(0, 1)
         return self.out(ctx.mix(self._mix, projected, gates), ctx)
 
     def _mix(self, projected: Tensor, gates: Tensor, ctx: StepContext) -> Tensor:
         """Run the recurrence and the gated norm of one step -> [T, HV V].
 
-        projected: [T, channels + HV V]. gates: [T, 2 HV] or split-K partials [T, P, 2 HV] fp32.
+        projected: [T, channels + HV V], raw q, k and v, then the output gate z. gates: [T, 2 HV], b
+        and a, or their split-K partials [T, P, 2 HV] fp32, which the ops add. Tokens come first,
+        since a pass over several steps cuts them.
         """
-        # mixed [T, channels]: raw q, k and v; z [T, HV V]: output gate.
         mixed, z = projected.split(self.parts, dim=-1)
         if gates.dim() > 2:
             gates = gates.transpose(0, 1)
-        # b, a: gate inputs [T, HV], or their partials [P, T, HV].
         b, a = gates.split(self.value_heads, dim=-1)
         weights = GatedDeltaWeights(
             self.conv.flatten(1), self.a_log, self.dt_bias, self.norm.weight, self.norm.eps

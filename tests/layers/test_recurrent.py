@@ -84,7 +84,8 @@ def gated(monkeypatch: pytest.MonkeyPatch) -> GatedDeltaNet:
 def test_mixer_adds_partials_of_its_gates(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass over a step of generated tokens and a prompt's: partials change no bit."""
     mixer = gated(monkeypatch)
-    generated, prompt = 4, 70
+    generated = 4
+    prompt = 70
     decode = context(StepShape.uniform(2, 2), [1, 2], [3, 5], [2, 5])
     rows = dict(state_src=0, state_slots=3, snapshot_slots=0, starts=0)
     more = {name: torch.tensor([value], dtype=torch.int32) for name, value in rows.items()}

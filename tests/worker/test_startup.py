@@ -2,6 +2,7 @@
 answers are faked."""
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import isnan
@@ -18,7 +19,7 @@ from lockstep.errors import CapacityError
 from lockstep.kernels.architecture import architecture_by_name
 from lockstep.kernels.backends import load as load_backends
 from lockstep.kernels.exchange import ALONE
-from lockstep.kernels.formats.weights import Fp4Weight, IntWeight
+from lockstep.kernels.formats.weights import Fp4Weight, IntWeight, QuantizedWeight
 from lockstep.layers.build_context import BuildContext
 from lockstep.layers.linear import Weight
 from lockstep.models.checkpoint import Checkpoint
@@ -67,56 +68,48 @@ def plan_of(folder: Path, **settings: Any) -> Planned:
     return plan_memory(config, limits, dry_engine_of(config, checkpoint, limits, None), ALONE)
 
 
+def agree(ranks: Sequence[Sequence[QuantizedWeight]]) -> None:
+    """Let ranks with these finalized weights agree on what launches read of them."""
+    barrier = threading.Barrier(len(ranks))
+    parts: list[Any] = [None] * len(ranks)
+
+    def run(index: int) -> None:
+        model = nn.ModuleList()
+        for weight in ranks[index]:
+            weight.finalize()
+            holder = Weight(BuildContext("cpu", torch.bfloat16, 1, 1), weight.k, [(None, 2)])
+            holder.quantized = weight
+            model.append(holder)
+        agree_on_scales(ThreadGroup(index, parts, barrier), model, None)
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        list(pool.map(run, range(len(ranks))))
+
+
 def test_ranks_agree_on_the_largest_scales() -> None:
     """A rank has some rows of a weight: the largest scale of all ranks counts, and NaN if there is
     one. A weight whose launches do not depend on its scales is left out."""
-    scales_of_ranks = (((0.25, 0.001), (0.5, 0.125)), ((0.5, 0.25), (0.125, float("nan"))))
-    barrier = threading.Barrier(2)
-    parts: list[Any] = [None, None]
-
-    def agree(index: int) -> list[float]:
+    ranks = []
+    for rows in (((0.25, 0.001), (0.5, 0.125)), ((0.5, 0.25), (0.125, float("nan")))):
         weights = [IntWeight.empty(2, 256) for _ in range(2)]
-        for weight, scales in zip(weights, scales_of_ranks[index], strict=True):
+        for weight, scales in zip(weights, rows, strict=True):
             weight.scales.copy_(torch.tensor(scales)[:, None].expand(2, 2))
-        other = IntWeight.empty(2, 256, zeros=True)
-        model = nn.ModuleList()
-        for part in (other, *weights):
-            part.finalize()
-            holder = Weight(BuildContext("cpu", torch.bfloat16, 1, 1), 256, [(None, 2)])
-            holder.quantized = part
-            model.append(holder)
-        agree_on_scales(ThreadGroup(index, parts, barrier), model, None)
+        ranks.append([IntWeight.empty(2, 256, zeros=True), *weights])
+    agree(ranks)
+    for other, first, second in ranks:
         assert "max_scale" not in vars(other)
-        return [weight.rows(0, 1).max_scale for weight in weights]
-
-    with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(agree, range(2)))
-    assert [first for first, _ in results] == [0.5, 0.5]
-    assert all(isnan(second) for _, second in results)
+        assert first.rows(0, 1).max_scale == 0.5
+        assert isnan(second.rows(0, 1).max_scale)
 
 
 def test_ranks_agree_on_factors_that_split() -> None:
     """1.7083332538604736 in bf16 hi + lo would change a product: see has_split_factors."""
-    barrier = threading.Barrier(2)
-    parts: list[Any] = [None, None]
-
-    def agree(index: int) -> list[bool]:
-        weights = [Fp4Weight.empty(2, 64) for _ in range(2)]
-        for weight in weights:
-            weight.fill_dummy(torch.Generator().manual_seed(0))
-        if index:
-            weights[1].factors[0] = 1.7083332538604736
-        model = nn.ModuleList()
-        for part in weights:
-            part.finalize()
-            holder = Weight(BuildContext("cpu", torch.bfloat16, 1, 1), 64, [(None, 2)])
-            holder.quantized = part
-            model.append(holder)
-        agree_on_scales(ThreadGroup(index, parts, barrier), model)
-        return [weight.has_split_factors for weight in weights]
-
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(agree, range(2))) == [[True, False]] * 2
+    ranks = [[Fp4Weight.empty(2, 64) for _ in range(2)] for _ in range(2)]
+    for weight in (*ranks[0], *ranks[1]):
+        weight.fill_dummy(torch.Generator().manual_seed(0))
+    ranks[1][1].factors[0] = 1.7083332538604736
+    agree(ranks)
+    assert [[w.has_split_factors for w in weights] for weights in ranks] == [[True, False]] * 2
 
 
 def test_ranks_agree_on_scales_before_a_pass_runs(monkeypatch: pytest.MonkeyPatch) -> None:

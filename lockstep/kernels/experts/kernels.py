@@ -27,8 +27,9 @@ def _tile_pairs(
 
     SORTED: from the dispatch tables. Otherwise there is one tile per pair: of the pairs of one
     expert, every BLOCK_M-th pair's tile covers it and the next BLOCK_M - 1; other tiles are empty.
-    Each tile of one token has one pair, since its experts differ, and the first load of weights
-    waits for no search. Equal ids, as a null row may have, are computed once each.
+    Each tile of one token (fewer than 2 SLOTS lanes) has one pair, since its experts differ, and
+    the first load of weights waits for no search. Equal ids, as a null row may have, are computed
+    once each.
     """
     lane = tl.arange(0, BLOCK_M)
     if SORTED:
@@ -36,7 +37,7 @@ def _tile_pairs(
         valid = lane < tl.load(table_ptr + tile * FIELDS + 1)
         pair_ids = tl.load(order_ptr + tile * BLOCK_M + lane)
         return expert, tl.where(valid, pair_ids, 0), valid
-    elif LANES < 2 * SLOTS:  # one token
+    elif LANES < 2 * SLOTS:
         expert = tl.minimum(tl.maximum(tl.load(ids_ptr + tile), 0), experts - 1)
         return expert, tl.where(lane == 0, tile, 0), lane == 0
     else:

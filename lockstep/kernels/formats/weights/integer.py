@@ -55,7 +55,7 @@ class IntWeight(QuantizedWeight):
 
     @property
     def derived(self) -> tuple[str, ...]:
-        return ("max_scale",) * self.has_fma_decoder
+        return ("max_scale",) if self.has_fma_decoder else ()
 
     @cached_property
     def max_scale(self) -> float:
